@@ -1,0 +1,124 @@
+"""The contract of an algorithm: one class with both halves, pure functions over explicit state.
+
+A newcomer adds one file here and one line in `registry.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from fedward_common.update import Kind, Layout, Update, Vector, Vectors
+
+if TYPE_CHECKING:
+    from fedward_common.algorithms.training import Local, LocalOptions
+
+MODEL = "model"
+"""Name of the vector of trainable tensors, in broadcasts and in the server's state."""
+STATISTIC = "statistic"
+"""Name of the vector of float buffers, likewise; absent when the model has none."""
+DELTA = "delta"
+"""Name of the update group y_i - w over trainable tensors."""
+
+
+class AlgorithmOptions(BaseModel):
+    """An algorithm's own settings: the `[algorithm]` table of a run. Subclasses give `name` as a Literal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: str
+
+    def check(self, local: LocalOptions) -> str | None:
+        """Why these settings cannot work with that local training (with the way out), or None."""
+        return None
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """All that the server carries from round to round. `vectors` holds "model", "statistic" (if any) and what the
+    algorithm adds (control variates, moments). `round`: rounds finished."""
+
+    vectors: Vectors
+    round: int = 0
+
+    def with_vectors(self, **changes: Vector) -> ServerState:
+        """A copy with some vectors replaced or added."""
+        return replace(self, vectors={**self.vectors, **changes})
+
+    @property
+    def model(self) -> Vector:
+        """The global model w: flat vector of the trainable tensors."""
+        return self.vectors[MODEL]
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Counts of a round. enrolled: N, all nodes that take part in the run. replied: |S|, updates in the sum."""
+
+    round: int
+    enrolled: int
+    selected: int
+    replied: int
+
+
+O = TypeVar("O", bound=AlgorithmOptions)  # noqa: E741
+
+
+class Algorithm(ABC, Generic[O]):
+    """Both halves of a federated algorithm. Instances hold options only, never state."""
+
+    Options: ClassVar[type[AlgorithmOptions]]
+    uniform: ClassVar[bool] = False
+    """True: every update counts the same. False: weighted by the node's number of examples."""
+    keeps: ClassVar[tuple[str, ...]] = ()
+    """Names of the vectors a node keeps between rounds (c_i, h_i …); all start at zero, length d, model dtype."""
+
+    def __init__(self, options: O) -> None:
+        self.options = options
+
+    def initial(self, layout: Layout, vectors: Vectors) -> ServerState:
+        """Round 0 from the initial model ("model", "statistic"); algorithms add their own vectors."""
+        return ServerState(vectors=dict(vectors))
+
+    def broadcast(self, server: ServerState) -> Vectors:
+        """What every node of the cohort receives; "model" and "statistic" by default."""
+        return {name: server.vectors[name] for name in (MODEL, STATISTIC) if name in server.vectors}
+
+    def sends(self, layout: Layout) -> Mapping[str, Kind]:
+        """The groups of this algorithm's updates, each with the kind whose flat length and dtype it has."""
+        groups = {DELTA: Kind.TRAINABLE}
+        if layout.size(Kind.STATISTIC):
+            groups[STATISTIC] = Kind.STATISTIC
+        return groups
+
+    @abstractmethod
+    def client(self, local: Local, message: Vectors, state: Vectors) -> tuple[Update, Vectors]:
+        """A node's round: from the broadcast and the node's kept vectors to its update and its new kept vectors.
+
+        The new state is committed only when the server says that the update was in the sum. The returned update's
+        weight is 1 if `uniform`, else the number of examples. Group "statistic" holds the change of the float
+        buffers, as "delta" holds the change of the parameters.
+        """
+
+
+class SumAlgorithm(Algorithm[O]):
+    """The server needs a (weighted) mean only: runs under secure aggregation by construction."""
+
+    @abstractmethod
+    def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
+        """The next server state (with `round` + 1) from the weighted mean of the cohort's updates.
+
+        mean.groups: float64 means Σw_i x_i / Σw_i; the result keeps the dtypes of `server.vectors`.
+        """
+
+
+class PerClientAlgorithm(Algorithm[O]):
+    """The server needs single updates: refused together with secure aggregation."""
+
+    @abstractmethod
+    def server(self, server: ServerState, updates: Sequence[Update], cohort: Cohort) -> ServerState:
+        """The next server state (with `round` + 1) from the updates themselves, in the order of node names."""

@@ -1,0 +1,26 @@
+"""All algorithms, one line each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedward_common.algorithms.base import Algorithm, AlgorithmOptions
+
+ALGORITHMS: dict[str, type[Algorithm[Any]]] = {}
+
+
+def parse_options(value: Any) -> AlgorithmOptions:
+    """The `[algorithm]` table as the options of the algorithm it names. Raises ValueError with the known names."""
+    if isinstance(value, AlgorithmOptions):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError(f"give algorithm.name, one of {sorted(ALGORITHMS)}")
+    found = ALGORITHMS.get(value["name"])
+    if found is None:
+        raise ValueError(f"algorithm.name = {value['name']!r} is not known: use one of {sorted(ALGORITHMS)}")
+    return found.Options.model_validate(value)
+
+
+def build(options: AlgorithmOptions) -> Algorithm[Any]:
+    """The algorithm with these options."""
+    return ALGORITHMS[options.name](options)

@@ -1,0 +1,183 @@
+"""A node's side of the conversation, without policy, processes or network.
+
+Used by the guard (which adds policy, journal and workers), by the simulator and by the stock ClientApp.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from fedward_common.algorithms.base import Algorithm, AlgorithmOptions
+from fedward_common.algorithms.registry import build
+from fedward_common.config import RunConfig
+from fedward_common.errors import UpdateError
+from fedward_common.local import Done, Work
+from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
+from fedward_common.update import Layout, Update, Vectors, check_update
+
+
+class Refused(Exception):
+    """Raised below `Participant.handle` to answer with a failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class StateStore(Protocol):
+    """What a node keeps for one run between rounds. Writes are atomic; a pending state replaces an older one."""
+
+    def committed(self) -> tuple[Stamp | None, Vectors]:
+        """The last committed training and the kept vectors after it ({} before the first)."""
+
+    def pending(self) -> tuple[Stamp, Vectors] | None:
+        """The training whose inclusion is not known yet."""
+
+    def save_pending(self, stamp: Stamp, vectors: Vectors) -> None:
+        """Keep the state after a training until the server says whether it was in the sum."""
+
+    def commit_pending(self) -> None:
+        """The pending state becomes the committed one."""
+
+    def drop_pending(self) -> None:
+        """The pending state is forgotten."""
+
+
+class MemoryStore:
+    """A `StateStore` that lives as long as the process: for simulation and tests."""
+
+    def __init__(self) -> None:
+        self._committed: tuple[Stamp | None, Vectors] = (None, {})
+        self._pending: tuple[Stamp, Vectors] | None = None
+
+    def committed(self) -> tuple[Stamp | None, Vectors]:
+        return self._committed
+
+    def pending(self) -> tuple[Stamp, Vectors] | None:
+        return self._pending
+
+    def save_pending(self, stamp: Stamp, vectors: Vectors) -> None:
+        self._pending = (stamp, vectors)
+
+    def commit_pending(self) -> None:
+        assert self._pending is not None
+        self._committed, self._pending = self._pending, None
+
+    def drop_pending(self) -> None:
+        self._pending = None
+
+
+def settle(store: StateStore, included: Stamp | None) -> None:
+    """Commit or drop the pending state by what the server says was the node's last training in a sum.
+
+    Raises `Refused(STATE_DIVERGED)` if the server names a training that this node knows nothing of: its control
+    variates would no longer match the server's.
+    """
+    pending = store.pending()
+    committed, _ = store.committed()
+    if pending is not None and pending[0] == included:
+        store.commit_pending()
+    elif committed == included:
+        if pending is not None:
+            store.drop_pending()
+    else:
+        raise Refused(
+            Failure(Reason.STATE_DIVERGED, f"server says last included was {included}, this node committed {committed}")
+        )
+
+
+class Participant:
+    """One node in one run: settles state, has the work done, checks the update, answers."""
+
+    def __init__(self, config: RunConfig, store: StateStore, execute: Callable[[Work], Done]) -> None:
+        self.config = config
+        self._store = store
+        self._execute = execute
+        self._algorithm: Algorithm[AlgorithmOptions] = build(config.algorithm)
+        self._layout: Layout | None = None
+        self._held: Reply | None = None
+
+    def handle(self, request: Request) -> Reply:
+        """Answer one request. Never raises `Refused`; what `execute` raises otherwise goes through."""
+        started = time.monotonic()
+        handlers = {
+            Purpose.PREPARE: self._prepare,
+            Purpose.TRAIN: self._train,
+            Purpose.EVALUATE: self._evaluate,
+            Purpose.COLLECT: self._collect,
+            Purpose.FINISH: self._finish,
+        }
+        try:
+            reply = handlers[request.purpose](request)
+        except Refused as refused:
+            reply = Reply(request.purpose, request.run, failure=refused.failure)
+        seconds = round(time.monotonic() - started, 4)
+        info = {**reply.info, "seconds": seconds}
+        return replace(reply, run=request.run, round=request.round, attempt=request.attempt, info=info)
+
+    def _prepare(self, request: Request) -> Reply:
+        done = self._execute(Work("prepare"))
+        self._layout = Layout.from_json(str(done.info["layout"]))
+        wanted = request.settings.get("layout")
+        if wanted is not None and wanted != self._layout.digest():
+            rule = f"model layout here {self._layout.digest()[:12]}, on the server {str(wanted)[:12]}"
+            raise Refused(Failure(Reason.LAYOUT_DIFFERS, rule))
+        return Reply(Purpose.PREPARE, request.run, info={"layout": self._layout.digest()})
+
+    def _known_layout(self) -> Layout:
+        if self._layout is None:
+            self._layout = Layout.from_json(str(self._execute(Work("prepare")).info["layout"]))
+        return self._layout
+
+    def _train(self, request: Request) -> Reply:
+        layout = self._known_layout()
+        settle(self._store, request.included)
+        _, kept = self._store.committed()
+        done = self._execute(
+            Work("train", request.round, request.vectors, kept, seconds=request.settings.get("seconds"))
+        )
+        update = Update(done.vectors, done.weight, done.metrics)
+        self._gate(layout, update)
+        self._store.save_pending(Stamp(request.round, request.attempt), done.state)
+        reply = Reply(
+            Purpose.TRAIN, request.run, request.round, request.attempt,
+            update.groups, update.weight, update.metrics, info=dict(done.info),
+        )
+        if request.settings.get("hold"):
+            self._held = reply
+            return replace(reply, vectors={}, held=True)
+        return reply
+
+    def _gate(self, layout: Layout, update: Update) -> None:
+        shapes = {
+            group: (layout.size(kind), np.dtype(layout.dtype(kind)))
+            for group, kind in self._algorithm.sends(layout).items()
+        }
+        try:
+            check_update(update, shapes, self.config.cohort.max_weight)
+        except UpdateError as error:
+            raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
+
+    def _collect(self, request: Request) -> Reply:
+        held = self._held
+        if held is None or (held.round, held.attempt) != (request.round, request.attempt):
+            raise Refused(Failure(Reason.NOTHING_HELD))
+        # Kept until the next training: the server may have to ask again.
+        return replace(held, purpose=Purpose.COLLECT)
+
+    def _evaluate(self, request: Request) -> Reply:
+        split = str(request.settings.get("split", "test"))
+        done = self._execute(
+            Work("evaluate", request.round, request.vectors, split=split, seconds=request.settings.get("seconds"))
+        )
+        return Reply(Purpose.EVALUATE, request.run, metrics=done.metrics)
+
+    def _finish(self, request: Request) -> Reply:
+        settle(self._store, request.included)
+        self._held = None
+        return Reply(Purpose.FINISH, request.run)

@@ -1,0 +1,109 @@
+"""What a data scientist writes: a task. Model, data, loss, metrics; everything else is Fedward's.
+
+    class Digits:
+        def model(self) -> nn.Module: ...
+        def data(self, config) -> Data: ...                  # from the node's own [data] table
+        def loss(self, model, batch) -> torch.Tensor: ...    # mean over the batch
+        def metrics(self, model, batch) -> dict[str, float]: ...  # means over the batch
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from fedward_common.errors import TaskError
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Data:
+    """A node's data. Both are map-style PyTorch datasets; `test` may be None. `collate` joins samples into a
+    batch (PyTorch's default if None)."""
+
+    train: Dataset[Any]
+    test: Dataset[Any] | None = None
+    collate: Callable[[list[Any]], Batch] | None = None
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A federated learning task. Optional attributes: `tensor_kinds` (shell pattern over state-dict names ->
+    'trainable' | 'statistic' | 'counter' | 'private'); `central_data(config) -> Data` for evaluation on the server.
+    """
+
+    def model(self) -> nn.Module:
+        """A fresh model. Called after the run's seed was set, so every site builds the same one."""
+
+    def data(self, config: Mapping[str, Any]) -> Data:
+        """The data of this node; `config` is the `[data]` table of its own configuration."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Mean loss over the batch, a scalar with a gradient."""
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, float | torch.Tensor]:
+        """Means over the batch, by name (may be empty). Called without gradient in eval mode."""
+
+
+_NEEDED: dict[str, str] = {
+    "model": "def model(self) -> nn.Module: return nn.Linear(64, 10)",
+    "data": "def data(self, config) -> Data: return Data(train=TensorDataset(x, y), test=...)",
+    "loss": "def loss(self, model, batch): x, y = batch; return F.cross_entropy(model(x), y)",
+    "metrics": "def metrics(self, model, batch): return {'accuracy': ...}  # or return {}",
+}
+
+
+def check_task(task: object) -> Task:
+    """`task` itself, if it has all that a task needs; else a `TaskError` that lists each missing method with an
+    example of it."""
+    missing = [name for name in _NEEDED if not callable(getattr(task, name, None))]
+    if missing:
+        lines = "\n".join(f"  {_NEEDED[name]}" for name in missing)
+        raise TaskError(f"{type(task).__name__} is not a task yet; it lacks {', '.join(missing)}. Add:\n{lines}")
+    return task  # type: ignore[return-value]
+
+
+def load_task(reference: str, root: Path | None = None) -> Task:
+    """The task named by `module:attribute`; `root` (an unpacked bundle) is put first on the import path.
+
+    The attribute is a class (called without arguments) or an instance. Raises `TaskError`.
+    """
+    module_name, _, attribute = reference.partition(":")
+    if not module_name or not attribute:
+        raise TaskError(f"task = {reference!r}: write it as 'module:Class', for example 'digits.task:Digits'.")
+    if root is not None and str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        where = f" in {root}" if root is not None else ""
+        raise TaskError(f"task = {reference!r}: cannot import {error.name!r}{where}.") from error
+    if not hasattr(module, attribute):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise TaskError(f"task = {reference!r}: module {module_name!r} has no {attribute!r}; it has {public}.")
+    found = getattr(module, attribute)
+    return check_task(found() if isinstance(found, type) else found)
+
+
+def check_data(data: object) -> Data:
+    """`data` itself if it is a `Data` with a non-empty training set, else a `TaskError` with the way out."""
+    if not isinstance(data, Data):
+        raise TaskError(f"data() returned {type(data).__name__}, expected fedward_common.task.Data(train=…, test=…).")
+    for name in ("train", "test"):
+        part = getattr(data, name)
+        if part is None and name == "test":
+            continue
+        if not isinstance(part, Sized) or not hasattr(part, "__getitem__"):
+            raise TaskError(f"Data.{name} must be a map-style dataset (with __len__ and __getitem__).")
+    if len(data.train) == 0:  # type: ignore[arg-type]
+        raise TaskError("Data.train is empty: this node has no example to train on.")
+    return data
