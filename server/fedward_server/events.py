@@ -1,0 +1,54 @@
+"""What a run tells those who watch it: JSON lines, one event a line, append-only.
+
+Every event has "event" and "time" (UTC, ISO 8601). Kinds:
+
+run_started   run, name, algorithm, rounds, nodes [names], resumed_from (round or null), epoch
+waiting       ready [names], missing {name: failure text}, needed
+round         round, of, cohort [names], replies [names], failures {name: failure text}, weight,
+              train {loss, …}, evaluate {loss, accuracy, …, examples} or null, holdout {…} or null,
+              central {…} or null, bytes_down, bytes_up, seconds
+round_failed  round, reason, failures {name: failure text}, seconds
+run_finished  status (finished | stopped | early_stopped | failed), reason, round, best_round or null, seconds
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """Appends events to a file, each flushed to disk before `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, kind: str, **fields: Any) -> Event:
+        """Write one event and return it."""
+        event: Event = {"event": kind, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
+        line = json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n"
+        with self._path.open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        return event
+
+
+def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
+    """The whole events after byte `offset`, each with the offset behind it. A torn last line is left for later."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            yield json.loads(line), offset
