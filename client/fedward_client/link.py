@@ -1,0 +1,291 @@
+"""The node's link to the server over Flower's gRPC Fleet API. The only user of Flower's node internals.
+
+Built on `FleetStub` and Flower's node-authentication interceptor, not on `grpc_request_response`: that one exits
+the process when activation fails, swallows a vanished node, and retries for ever against a server that has
+revoked it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Message
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
+from flwr.common.serde import fab_from_proto, message_from_proto, message_to_proto, run_from_proto
+from flwr.proto.fab_pb2 import GetFabRequest
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+)
+from flwr.proto.fleet_pb2_grpc import FleetStub
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PushObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.proto.run_pb2 import GetRunRequest
+from flwr.supercore.grpc import create_channel
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+from fedward_common.errors import FedwardError
+
+_SMALL = 15.0
+"""Seconds for a call that carries no tensor."""
+_LARGE = 120.0
+"""Seconds for a call that carries a chunk of one."""
+_PUSH_TRIES = 6
+
+
+class LinkDown(FedwardError):
+    """The server cannot be reached now; trying again later makes sense."""
+
+
+class LinkRefused(FedwardError):
+    """The server refuses this node (revoked, unknown key, clock off); trying again does not help."""
+
+
+class RunGone(FedwardError):
+    """The run that a message or reply belongs to is over."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What the server says of a run: Flower's id, the bundle's hash and the run's settings."""
+
+    flower_run: int
+    bundle_sha256: str
+    settings: Mapping[str, Any]
+
+
+class Link:
+    """One authenticated channel. `connect` first; all methods are thread-safe and raise `LinkDown`, `LinkRefused`
+    or `RunGone`."""
+
+    def __init__(self, address: str, ca_pem: bytes, key: Path, flower_id: int | None) -> None:
+        private = load_ssh_private_key(key.read_bytes(), None)
+        if not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise FedwardError(f"{key}: not an EC key. 'fedward node rotate-key' makes a new one.")
+        public = private.public_key()
+        self._public = public_key_to_bytes(public)
+        # The interceptor modules are loaded late in Flower's own code; this import keeps that order.
+        from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
+
+        self._channel = create_channel(
+            server_address=address,
+            insecure=False,
+            root_certificates=ca_pem,
+            interceptors=[
+                RuntimeVersionClientInterceptor(component_name="SuperNode"),
+                NodeAuthClientInterceptor(private, public),
+            ],
+        )
+        self._stub = FleetStub(self._channel)
+        self._node = Node(node_id=flower_id or 0)
+        self._closed = threading.Event()
+        self._heartbeat: threading.Thread | None = None
+        self._refusal: LinkRefused | None = None
+        self.bytes_down = 0
+        self.bytes_up = 0
+
+    @property
+    def flower_id(self) -> int:
+        """Flower's id of this node (0 before the first connect)."""
+        return int(self._node.node_id)
+
+    def connect(self) -> int:
+        """Activate the node and keep it alive; returns Flower's node id.
+
+        A session that a killed predecessor left open is ended first: its lease would last a minute.
+        """
+        request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+        try:
+            response = self._call(self._stub.ActivateNode, request)
+        except _ActivationFailed:
+            if not self._node.node_id:
+                raise LinkRefused("the server does not know this node's key: it was revoked or never enrolled") from None
+            self._end_stale_session()
+            try:
+                response = self._call(self._stub.ActivateNode, request)
+            except _ActivationFailed as error:
+                raise LinkRefused(f"the server does not activate this node: {error}") from error
+        self._node = Node(node_id=response.node_id)
+        if self._heartbeat is None:
+            self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            self._heartbeat.start()
+        return int(response.node_id)
+
+    def _end_stale_session(self) -> None:
+        try:
+            self._call(self._stub.DeactivateNode, DeactivateNodeRequest(node_id=self._node.node_id))
+        except _ActivationFailed:
+            # Not active after all: the activation that follows tells.
+            return
+
+    def _beat(self) -> None:
+        request = SendNodeHeartbeatRequest(heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+        while not self._closed.wait(0.7 * HEARTBEAT_DEFAULT_INTERVAL):
+            request.node.CopyFrom(self._node)
+            try:
+                self._call(self._stub.SendNodeHeartbeat, request)
+            except LinkDown:
+                continue
+            except LinkRefused as refused:
+                self._refusal = refused
+                return
+
+    def receive(self) -> Message | None:
+        """The next message for this node, whole, or None."""
+        if self._refusal is not None:
+            raise self._refusal
+        response = self._call(self._stub.PullMessages, PullMessagesRequest(node=self._node))
+        if not response.messages_list:
+            return None
+        envelope = message_from_proto(response.messages_list[0])
+        run, message_id = envelope.metadata.run_id, envelope.metadata.message_id
+        contents: dict[str, bytes] = {}
+        for tree in iterate_object_tree(response.message_object_trees[0]):
+            if tree.object_id not in contents:
+                contents[tree.object_id] = self._pull(run, tree.object_id)
+        self._call(
+            self._stub.ConfirmMessageReceived,
+            ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=message_id),
+        )
+        message = inflate_object_from_contents(message_id, contents)
+        assert isinstance(message, Message)
+        message.metadata.__dict__["_message_id"] = message_id
+        return message
+
+    def _pull(self, run: int, object_id: str) -> bytes:
+        request = PullObjectRequest(node=self._node, run_id=run, object_id=object_id)
+        deadline = time.monotonic() + _LARGE
+        delay = 0.02
+        while True:
+            response = self._call(self._stub.PullObject, request, _LARGE)
+            if not response.object_found:
+                raise RunGone(f"object {object_id[:12]} of run {run} is gone")
+            if response.object_available:
+                self.bytes_down += len(response.object_content)
+                return bytes(response.object_content)
+            if time.monotonic() > deadline:
+                raise LinkDown(f"object {object_id[:12]} of run {run} did not become available")
+            time.sleep(delay)
+            delay = min(2 * delay, 1.0)
+
+    def send(self, reply: Message) -> None:
+        """Announce a reply and upload its objects; each object is tried again on a passing error."""
+        with no_object_id_recompute():
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+            objects = get_all_nested_objects(reply)
+            request = PushMessagesRequest(
+                node=self._node,
+                messages_list=[message_to_proto(remove_content_from_message(reply))],
+                message_object_trees=[get_object_tree(reply)],
+                clientapp_runtime_list=[0.0],
+            )
+            response = self._again(self._stub.PushMessages, request, _SMALL)
+            wanted = set(response.objects_to_push)
+            run = reply.metadata.run_id
+            for object_id in list(objects):
+                item = objects.pop(object_id)
+                if object_id not in wanted:
+                    continue
+                content = item.deflate()
+                self._again(
+                    self._stub.PushObject,
+                    PushObjectRequest(
+                        node=self._node,
+                        run_id=run,
+                        object_id=object_id,
+                        object_content=content,
+                        session_id=response.session_id,
+                    ),
+                    _LARGE,
+                )
+                self.bytes_up += len(content)
+
+    def _again(self, call: Any, request: Any, seconds: float) -> Any:
+        """`_call` with retries: a busy server ("database is locked") must not cost a trained update."""
+        delay = 0.1
+        for _ in range(_PUSH_TRIES - 1):
+            try:
+                return self._call(call, request, seconds)
+            except LinkDown:
+                if self._closed.wait(delay):
+                    raise
+                delay *= 2
+        return self._call(call, request, seconds)
+
+    def run_info(self, run: int) -> RunInfo:
+        """What the server says of Flower's run `run`."""
+        response = self._call(self._stub.GetRun, GetRunRequest(node=self._node, run_id=run))
+        info = run_from_proto(response.run)
+        return RunInfo(run, info.fab_hash, dict(info.override_config))
+
+    def bundle(self, info: RunInfo) -> bytes:
+        """The bundle of a run, as bytes."""
+        request = GetFabRequest(node=self._node, hash_str=info.bundle_sha256, run_id=info.flower_run)
+        return bytes(fab_from_proto(self._call(self._stub.GetFab, request, _LARGE).fab).content)
+
+    def close(self) -> None:
+        """Tell the server that the node goes, if it can be reached, and close the channel."""
+        self._closed.set()
+        if self._node.node_id:
+            try:
+                self._call(self._stub.DeactivateNode, DeactivateNodeRequest(node_id=self._node.node_id), 2.0)
+            except FedwardError:
+                # The lease runs out by itself.
+                pass
+        self._channel.close()
+
+    def _call(self, call: Any, request: Any, seconds: float = _SMALL) -> Any:
+        try:
+            return call(request, timeout=seconds)
+        except grpc.RpcError as error:
+            raise _translate(error) from error
+
+
+class _ActivationFailed(LinkDown):
+    """The server has no session to give to (or to take from) this key."""
+
+
+def _translate(error: grpc.RpcError) -> FedwardError:
+    code, details = error.code(), str(error.details() or "")
+    text = _flower_text(details)
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        if "timestamp" in text.lower():
+            return LinkRefused("this node's clock and the server's differ too much: set the clock (NTP) and start again")
+        return LinkRefused(f"the server refuses this node ({text}): it was revoked, or its key was replaced")
+    if code == grpc.StatusCode.UNAVAILABLE and "certificate" in text.lower():
+        return LinkRefused(f"the server's certificate does not fit the CA pinned at enrolment: {text}")
+    if "RUNNING" in text or "not running" in text.lower() or "FINISHED" in text:
+        return RunGone(text)
+    if "could not be" in text or "No SuperNode found" in text:
+        return _ActivationFailed(text)
+    return LinkDown(f"{code.name}: {text}")
+
+
+def _flower_text(details: str) -> str:
+    """Flower wraps its errors in JSON; plain text stays as it is."""
+    try:
+        parsed = json.loads(details)
+    except ValueError:
+        return details
+    return str(parsed.get("message", details)) if isinstance(parsed, dict) else details

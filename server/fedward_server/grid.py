@@ -1,0 +1,246 @@
+"""The `Transport` over Flower's Grid. The only user of Flower's server internals in a run.
+
+Stock `Grid.pull_messages` blocks until every object of every announced reply has arrived: one node that dies in
+mid-upload stalls all others for minutes. Here each reply is pulled on its own, root object first, with a short
+backoff and the round's deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import httpx
+from flwr.app import ArrayRecord, Message
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    ObjectTree,
+    PullObjectRequest,
+)
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.superlink.grid import HttpGrid
+
+from fedward_common.messages import Failure, Reason, Reply, Request
+from fedward_common.records import RecordError, array_record, message_to_reply, request_to_message
+from fedward_common.update import Vector
+from fedward_server.transport import Peer
+
+_FASTEST = 0.01
+_SLOWEST = 0.25
+_ONLINE_EVERY = 2.0
+
+
+class Directory(Protocol):
+    """Who is behind Flower's node ids."""
+
+    def peers(self, online: set[int]) -> dict[int, Peer]:
+        """The nodes of the federation among `online` Flower ids."""
+
+
+class RosterDirectory:
+    """Names and tags from the roster file, read again when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: tuple[float, dict[int, Peer]] = (0.0, {})
+
+    def peers(self, online: set[int]) -> dict[int, Peer]:
+        changed = self._path.stat().st_mtime
+        if changed != self._read[0]:
+            payload = json.loads(json.loads(self._path.read_text())["payload"])
+            known = {
+                int(node["flower_id"]): Peer(node["name"], tuple(node["tags"]))
+                for node in payload["nodes"]
+                if node["flower_id"] is not None
+            }
+            self._read = (changed, known)
+        return {flower_id: peer for flower_id, peer in self._read[1].items() if flower_id in online}
+
+
+class NumberedDirectory:
+    """Without enrolment (a stock SuperLink, Flower's simulation runtime): nodes are named by their Flower id."""
+
+    def peers(self, online: set[int]) -> dict[int, Peer]:
+        return {flower_id: Peer(f"node-{flower_id}", ()) for flower_id in online}
+
+
+@dataclass
+class _Arriving:
+    """A reply that was announced and whose objects have not all been seen."""
+
+    name: str
+    message_id: str
+    tree: ObjectTree
+    next_try: float = 0.0
+    delay: float = 0.02
+
+
+class FlowerTransport:
+    """Requests out, replies in, over a Grid. One exchange at a time."""
+
+    def __init__(self, grid: Grid, directory: Directory) -> None:
+        self._grid = grid
+        self._directory = directory
+        self._flower_ids: dict[str, int] = {}
+        self._down = 0
+        self._up = 0
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Tensor bytes sent to and received from nodes so far."""
+        return self._down, self._up
+
+    def online(self) -> list[Peer]:
+        """The nodes that the SuperLink can reach now."""
+        online = set(self._grid.get_node_ids())
+        peers = self._directory.peers(online)
+        self._flower_ids.update({peer.name: flower_id for flower_id, peer in peers.items()})
+        return sorted(peers.values(), key=lambda peer: peer.name)
+
+    def exchange(self, requests: Mapping[str, Request], seconds: float) -> Iterator[tuple[str, Reply]]:
+        """Send each node its request and yield each reply as it arrives, until all have or `seconds` are over."""
+        if not requests:
+            return
+        deadline = time.monotonic() + seconds
+        waiting = self._push(requests, ttl=seconds + 60.0)
+        pull = _pull_each if isinstance(self._grid, HttpGrid) else _pull_whole
+        for message_id, answer in pull(self._grid, waiting, deadline, self._still_there):
+            name = waiting[message_id]
+            request = requests[name]
+            if isinstance(answer, Message):
+                yield name, self._decode(answer, request)
+            else:
+                yield name, _failed(request, answer)
+
+    def _push(self, requests: Mapping[str, Request], ttl: float) -> dict[str, str]:
+        """Message id -> node name for what was sent. Equal vectors are hashed, sent and stored once."""
+        shared: dict[tuple[int, ...], ArrayRecord] = {}
+        messages, names = [], []
+        for name, request in requests.items():
+            key = tuple(id(vector) for vector in request.vectors.values())
+            if key not in shared:
+                shared[key] = array_record(request.vectors)
+            messages.append(request_to_message(request, self._flower_ids[name], ttl, shared[key]))
+            names.append(name)
+            self._down += _size(request.vectors.values())
+        ids = list(self._grid.push_messages(messages))
+        return {message_id: name for message_id, name in zip(ids, names, strict=True) if message_id}
+
+    def _still_there(self, names: set[str]) -> set[str]:
+        online = set(self._grid.get_node_ids())
+        return {name for name in names if self._flower_ids[name] in online}
+
+    def _decode(self, message: Message, request: Request) -> Reply:
+        try:
+            reply = message_to_reply(message)
+        except RecordError as error:
+            unavailable = message.has_error()
+            reason = Reason.OFFLINE if unavailable else Reason.BAD_UPDATE
+            return _failed(request, Failure(reason, str(error)))
+        self._up += _size(reply.vectors.values())
+        if (reply.run, reply.round, reply.attempt) != (request.run, request.round, request.attempt):
+            return _failed(request, Failure(Reason.BAD_UPDATE, "the reply answers another request"))
+        return reply
+
+
+def _size(vectors: Iterable[Vector]) -> int:
+    return sum(vector.nbytes for vector in vectors)
+
+
+def _failed(request: Request, failure: Failure) -> Reply:
+    return Reply(request.purpose, request.run, request.round, request.attempt, failure=failure)
+
+
+def _pull_whole(
+    grid: Grid, waiting: Mapping[str, str], deadline: float, _still_there: Any
+) -> Iterator[tuple[str, Message | Failure]]:
+    """Replies by the public Grid API (Flower's in-memory grid has no uploads to wait for)."""
+    open_ids = set(waiting)
+    delay = _FASTEST
+    while open_ids and time.monotonic() < deadline:
+        messages = list(grid.pull_messages(open_ids))
+        for message in messages:
+            open_ids.discard(message.metadata.reply_to_message_id)
+            yield message.metadata.reply_to_message_id, message
+        delay = _FASTEST if messages else min(1.5 * delay, _SLOWEST)
+        time.sleep(delay)
+
+
+def _pull_each(
+    grid: Grid, waiting: Mapping[str, str], deadline: float, still_there: Any
+) -> Iterator[tuple[str, Message | Failure]]:
+    """Replies one by one: a reply whose upload has not ended holds up no other."""
+    client = cast(HttpGrid, grid)._runtime_client
+    node, run_id = cast(HttpGrid, grid).node, grid.run.run_id
+    announced: dict[str, _Arriving] = {}
+    open_ids = set(waiting)
+    delay, next_look = _FASTEST, time.monotonic() + _ONLINE_EVERY
+    while open_ids and time.monotonic() < deadline:
+        progress = False
+        silent = open_ids - set(announced)
+        if silent:
+            response = client.PullMessages(PullAppMessagesRequest(message_ids=sorted(silent)))
+            for proto, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+                request_id = proto.metadata.reply_to_message_id
+                if request_id in silent:
+                    announced[request_id] = _Arriving(waiting[request_id], proto.metadata.message_id, tree)
+                    progress = True
+        for request_id, arriving in list(announced.items()):
+            if time.monotonic() < arriving.next_try:
+                continue
+            outcome = _try_pull(client, node, run_id, arriving)
+            if outcome is None:
+                arriving.next_try = time.monotonic() + arriving.delay
+                arriving.delay = min(2 * arriving.delay, _SLOWEST)
+                continue
+            progress = True
+            del announced[request_id]
+            open_ids.discard(request_id)
+            yield request_id, outcome
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + _ONLINE_EVERY
+            there = still_there({waiting[request_id] for request_id in open_ids})
+            for request_id in [r for r in open_ids if waiting[r] not in there]:
+                lost = Reason.UPLOAD_LOST if request_id in announced else Reason.OFFLINE
+                announced.pop(request_id, None)
+                open_ids.discard(request_id)
+                yield request_id, Failure(lost, "the node went offline or was revoked")
+        delay = _FASTEST if progress else min(1.3 * delay, _SLOWEST)
+        if open_ids:
+            time.sleep(min(delay, max(0.0, deadline - time.monotonic())))
+    for request_id in open_ids & set(announced):
+        yield request_id, Failure(Reason.UPLOAD_LOST, "announced, but not uploaded by the deadline")
+
+
+def _try_pull(client: Any, node: Any, run_id: int, arriving: _Arriving) -> Message | Failure | None:
+    """The whole message, None if its upload goes on, or why it will never come.
+
+    A sender pushes children before parents, so while the root (the message itself, tiny) is missing nothing large
+    is fetched in vain.
+    """
+    contents: dict[str, bytes] = {}
+    trees = list(iterate_object_tree(arriving.tree))
+    for tree in reversed(trees):
+        if tree.object_id in contents:
+            continue
+        request = PullObjectRequest(node=node, run_id=run_id, object_id=tree.object_id)
+        try:
+            response = client.PullObject(request)
+        except httpx.HTTPStatusError as error:
+            return Failure(Reason.UPLOAD_LOST, f"HTTP {error.response.status_code}")
+        if not response.object_found:
+            return Failure(Reason.UPLOAD_LOST, "the upload was given up")
+        if not response.object_available:
+            return None
+        contents[tree.object_id] = response.object_content
+    confirm = ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=arriving.message_id)
+    client.ConfirmMessageReceived(confirm)
+    message = cast(Message, inflate_object_from_contents(arriving.message_id, contents))
+    message.metadata.__dict__["_message_id"] = arriving.message_id
+    return message
