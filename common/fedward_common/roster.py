@@ -1,0 +1,143 @@
+"""The roster: who belongs to a federation, signed by its authority."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedward_common.errors import FedwardError
+from fedward_common.files import write_atomic
+from fedward_common.signing import (
+    SignatureError,
+    key_id,
+    keys_by_id,
+    open_envelope,
+    parse_public,
+    sign_envelope,
+)
+
+KIND = "roster"
+
+
+def _public_key(text: str) -> str:
+    try:
+        parse_public(text)
+    except SignatureError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+PublicKeyText = Annotated[str, AfterValidator(_public_key)]
+FlowerId = Annotated[str, Field(pattern=r"^-?[0-9]{1,20}$")]
+
+
+class RosterError(FedwardError):
+    """A roster is not what its rules ask for, or is older than the one already known."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RosterNode(_Frozen):
+    """One enrolled node. node_id: Fedward's stable id; flower_id: changes with the node's key."""
+
+    name: str
+    node_id: str = Field(pattern=r"^[0-9a-f]{32}$")
+    flower_id: FlowerId | None
+    identity: PublicKeyText
+    tags: tuple[str, ...] = ()
+
+
+class RosterScientist(_Frozen):
+    """One data scientist."""
+
+    name: str
+    key: PublicKeyText
+
+
+class Roster(_Frozen):
+    """A version of the roster; `version` grows by one with each change."""
+
+    version: int = Field(ge=1)
+    federation: str
+    nodes: tuple[RosterNode, ...] = ()
+    scientists: tuple[RosterScientist, ...] = ()
+
+    @model_validator(mode="after")
+    def _unique(self) -> Roster:
+        for what, values in (
+            ("node name", [node.name for node in self.nodes]),
+            ("node id", [node.node_id for node in self.nodes]),
+            ("identity key", [node.identity for node in self.nodes]),
+            ("scientist", [scientist.name for scientist in self.scientists]),
+            ("scientist's key", [scientist.key for scientist in self.scientists]),
+        ):
+            if len(set(values)) != len(values):
+                raise ValueError(f"a {what} stands in the roster twice")
+        return self
+
+    def node(self, name: str) -> RosterNode | None:
+        """The node of that name."""
+        return next((node for node in self.nodes if node.name == name), None)
+
+    def scientist_keys(self) -> dict[str, Ed25519PublicKey]:
+        """Key id -> public key of every data scientist."""
+        return keys_by_id(*(parse_public(scientist.key) for scientist in self.scientists))
+
+    def scientist_of(self, key: str) -> RosterScientist | None:
+        """The data scientist whose key has that id."""
+        return next((person for person in self.scientists if key_id(parse_public(person.key)) == key), None)
+
+    def sign(self, key: Ed25519PrivateKey) -> dict[str, Any]:
+        """The signed envelope."""
+        return sign_envelope(KIND, self.model_dump(mode="json"), key)
+
+
+def open_roster(envelope: Mapping[str, Any], authority: Ed25519PublicKey) -> Roster:
+    """The roster in an envelope signed by `authority`. Raises `SignatureError`, `RosterError`."""
+    payload = open_envelope(KIND, envelope, keys_by_id(authority))
+    try:
+        return Roster.model_validate(payload)
+    except ValidationError as error:
+        raise RosterError(f"the roster is signed but breaks its rules: {error.errors()[0]['msg']}") from error
+
+
+def accept_roster(envelope: Mapping[str, Any], authority: Ed25519PublicKey, known: Roster | None) -> Roster:
+    """`open_roster`, refusing a roster older than `known` (a replay could bring a revoked node back).
+
+    Raises `SignatureError`, `RosterError`.
+    """
+    roster = open_roster(envelope, authority)
+    if known is None or roster == known:
+        return roster
+    if roster.federation != known.federation:
+        raise RosterError(f"the roster is of {roster.federation!r}, the known one of {known.federation!r}.")
+    if roster.version < known.version:
+        raise RosterError(f"the roster has version {roster.version}, but {known.version} is known already.")
+    if roster.version == known.version:
+        raise RosterError(f"two different rosters are signed with version {roster.version}.")
+    return roster
+
+
+def write_roster(path: Path, envelope: Mapping[str, Any]) -> None:
+    """Write an envelope atomically; the roster is public."""
+    write_atomic(path, json.dumps(envelope).encode(), mode=0o644)
+
+
+def read_roster(path: Path) -> dict[str, Any]:
+    """The envelope in a file, not verified. Raises `RosterError`."""
+    try:
+        envelope = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise RosterError(f"{path}: there is no roster.") from error
+    except ValueError as error:
+        raise RosterError(f"{path}: not JSON.") from error
+    if not isinstance(envelope, dict):
+        raise RosterError(f"{path}: not a signed roster.")
+    return envelope
