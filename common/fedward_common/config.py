@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from pathlib import Path
@@ -18,12 +19,24 @@ from pydantic import (
 )
 
 from fedward_common.algorithms.base import AlgorithmOptions
-from fedward_common.algorithms.registry import parse_options
+from fedward_common.algorithms.registry import ALGORITHMS, parse_options
 from fedward_common.algorithms.training import LocalOptions
 from fedward_common.errors import ConfigError
+from fedward_common.explain import NestedError, explain, show
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?$")]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+
+
+def _algorithm(value: Any) -> AlgorithmOptions:
+    """Like `parse_options`, but strict about types, and with every problem named by itself."""
+    if isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"] in ALGORITHMS:
+        options = ALGORITHMS[value["name"]].Options
+        try:
+            return options.model_validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            raise NestedError(error, options) from error
+    return parse_options(value)
 
 
 class _Table(BaseModel):
@@ -33,14 +46,22 @@ class _Table(BaseModel):
 class CohortOptions(_Table):
     """The `[cohort]` table: who takes part in a round and how long a round may take."""
 
-    nodes: tuple[Name, ...] = Field(default=(), description="names of the nodes to train on; empty: all that match tags")
+    nodes: tuple[Name, ...] = Field(default=(), description="nodes to train on; empty: all that match tags")
     tags: tuple[Name, ...] = Field(default=(), description="only nodes that carry all of these tags")
     size: int | None = Field(default=None, ge=1, description="nodes drawn for a round; default all")
     min_nodes: int = Field(default=1, ge=1, description="nodes that must be ready before round 1")
-    quorum: int | None = Field(default=None, ge=1, description="updates needed; default half of the round's cohort, rounded up")
-    deadline: Seconds = Field(default=600.0, description="seconds after which a round closes with what has arrived")
-    wait: Seconds = Field(default=600.0, description="seconds to wait for min_nodes to be ready (online, bundle approved)")
-    max_failed_rounds: int = Field(default=3, ge=1, description="the run ends after so many rounds in a row without quorum")
+    quorum: int | None = Field(
+        default=None, ge=1, description="updates needed; default half of the cohort, rounded up"
+    )
+    deadline: Seconds = Field(
+        default=600.0, description="seconds after which a round closes with what has arrived"
+    )
+    wait: Seconds = Field(
+        default=600.0, description="seconds to wait for min_nodes (online, bundle approved)"
+    )
+    max_failed_rounds: int = Field(
+        default=3, ge=1, description="the run ends after so many rounds without quorum in a row"
+    )
     max_weight: float = Field(default=1e7, gt=0, description="largest weight (examples) accepted from a node")
 
     def quorum_of(self, selected: int) -> int:
@@ -51,72 +72,139 @@ class CohortOptions(_Table):
 class EvaluationOptions(_Table):
     """The `[evaluation]` table."""
 
-    every: int = Field(default=1, ge=0, description="evaluate on the nodes' test data every so many rounds; 0: never")
+    every: int = Field(
+        default=1, ge=0, description="evaluate on the nodes' test data every so many rounds; 0: never"
+    )
     holdout: tuple[Name, ...] = Field(default=(), description="nodes never trained on, evaluated only")
     central: bool = Field(default=False, description="evaluate on the server with the task's central_data()")
-    stop_metric: str | None = Field(default=None, description="early stopping: name of an evaluation metric, or 'loss'")
-    stop_mode: Literal["max", "min"] = "max"
-    stop_patience: int = Field(default=5, ge=1, description="evaluations without improvement before the run ends")
-    stop_min_delta: float = Field(default=0.0, ge=0)
+    stop_metric: str | None = Field(
+        default=None, description="early stopping: name of an evaluation metric, or 'loss'"
+    )
+    stop_mode: Literal["max", "min"] = Field(
+        default="max", description="whether more or less of stop_metric is better"
+    )
+    stop_patience: int = Field(
+        default=5, ge=1, description="evaluations without improvement before the run ends"
+    )
+    stop_min_delta: float = Field(default=0.0, ge=0, description="a smaller gain does not count")
 
 
 class RunConfig(_Table):
     """One federated training, completely."""
 
-    name: Name
+    name: Name = Field(description="what lists and tables call the run")
     task: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="'module:Class' in the bundle")
-    rounds: int = Field(ge=1, le=1_000_000)
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    algorithm: Annotated[SerializeAsAny[AlgorithmOptions], BeforeValidator(parse_options)]
+    rounds: int = Field(ge=1, le=1_000_000, description="rounds of the training")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="of the initial model, cohorts and batches")
+    algorithm: Annotated[SerializeAsAny[AlgorithmOptions], BeforeValidator(_algorithm)]
     local: LocalOptions
     cohort: CohortOptions = CohortOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
-    initial_model: str | None = Field(default=None, description="safetensors file to start from (path beside the TOML)")
-    tags: tuple[Name, ...] = Field(default=(), description="what the run is for; nodes' policies may ask for some")
+    initial_model: str | None = Field(
+        default=None, description="safetensors file to start from (path beside the TOML)"
+    )
+    tags: tuple[Name, ...] = Field(
+        default=(), description="what the run is for; nodes' policies may ask for some"
+    )
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
-        problem = self.algorithm.check(self.local)
-        if problem:
-            raise ValueError(problem)
-        cohort, evaluation = self.cohort, self.evaluation
-        if cohort.size is not None and cohort.quorum is not None and cohort.quorum > cohort.size:
-            raise ValueError(
-                f"cohort.quorum = {cohort.quorum} is more than cohort.size = {cohort.size}: no round could close. "
-                "Lower quorum or raise size."
-            )
-        if cohort.nodes and cohort.min_nodes > len(cohort.nodes):
-            raise ValueError(
-                f"cohort.min_nodes = {cohort.min_nodes} is more than the {len(cohort.nodes)} names in cohort.nodes: "
-                "the run could never start. Lower min_nodes or name more nodes."
-            )
-        if len(set(cohort.nodes)) != len(cohort.nodes):
-            raise ValueError("cohort.nodes names a node twice: each node counts once. Remove the repeats.")
-        both = set(cohort.nodes) & set(evaluation.holdout)
-        if both:
-            raise ValueError(
-                f"{sorted(both)} in both cohort.nodes and evaluation.holdout: a held-out node is never trained on. "
-                "Name it in one of the two."
-            )
-        if evaluation.stop_metric is not None and evaluation.every == 0 and not evaluation.central:
-            raise ValueError(
-                "evaluation.stop_metric needs evaluations, but evaluation.every = 0: set every ≥ 1 or drop stop_metric."
-            )
-        if self.local.max_seconds is not None and self.local.max_seconds >= cohort.deadline:
-            raise ValueError(
-                f"local.max_seconds = {self.local.max_seconds} is not under cohort.deadline = {cohort.deadline}: "
-                "partial work would arrive after the round has closed. Lower max_seconds or raise deadline."
-            )
+        for problem in (
+            self.algorithm.check(self.local),
+            _cohort_problem(self.cohort),
+            _evaluation_problem(self.cohort, self.evaluation),
+            _time_problem(self.local, self.cohort),
+        ):
+            if problem:
+                raise ValueError(problem)
         return self
 
 
+def _cohort_problem(cohort: CohortOptions) -> str | None:
+    if len(set(cohort.nodes)) != len(cohort.nodes):
+        return (
+            f"cohort.nodes = {show(cohort.nodes)} names a node twice: each node counts once. "
+            "Remove the repeats."
+        )
+    if cohort.size is not None and cohort.quorum is not None and cohort.quorum > cohort.size:
+        return (
+            f"cohort.quorum = {cohort.quorum} is more than cohort.size = {cohort.size}: no round could "
+            "close. Lower quorum or raise size."
+        )
+    if not cohort.nodes:
+        return None
+    named = len(cohort.nodes)
+    for key, value, why, way in (
+        ("min_nodes", cohort.min_nodes, "the run could never start", "Lower min_nodes or name more nodes."),
+        ("size", cohort.size, "no round could be drawn", "Lower size or name more nodes."),
+        ("quorum", cohort.quorum, "no round could close", "Lower quorum or name more nodes."),
+    ):
+        if value is not None and value > named:
+            return f"cohort.{key} = {value} is more than the {named} names in cohort.nodes: {why}. {way}"
+    return None
+
+
+def _evaluation_problem(cohort: CohortOptions, evaluation: EvaluationOptions) -> str | None:
+    both = sorted(set(cohort.nodes) & set(evaluation.holdout))
+    if both:
+        return (
+            f"{show(both)} in both cohort.nodes and evaluation.holdout: a held-out node is never trained on. "
+            "Name it in one of the two."
+        )
+    if len(set(evaluation.holdout)) != len(evaluation.holdout):
+        return (
+            f"evaluation.holdout = {show(evaluation.holdout)} names a node twice: each node counts once. "
+            "Remove the repeats."
+        )
+    if evaluation.holdout and evaluation.every == 0:
+        return (
+            f"evaluation.holdout = {show(evaluation.holdout)}, but evaluation.every = 0: held-out nodes "
+            "would never be asked. Set every ≥ 1 or remove holdout."
+        )
+    if evaluation.stop_metric is not None and evaluation.every == 0 and not evaluation.central:
+        return (
+            f"evaluation.stop_metric = {show(evaluation.stop_metric)} needs evaluations, but "
+            "evaluation.every = 0: set every ≥ 1 or drop stop_metric."
+        )
+    if evaluation.stop_metric is None:
+        for key in ("stop_mode", "stop_patience", "stop_min_delta"):
+            value = getattr(evaluation, key)
+            if value != EvaluationOptions.model_fields[key].default:
+                return (
+                    f"evaluation.{key} = {show(value)} has no effect without evaluation.stop_metric: "
+                    f"name the metric to watch, or remove {key}."
+                )
+    return None
+
+
+def _time_problem(local: LocalOptions, cohort: CohortOptions) -> str | None:
+    if local.max_seconds is not None and local.max_seconds >= cohort.deadline:
+        return (
+            f"local.max_seconds = {local.max_seconds:g} is not under cohort.deadline = {cohort.deadline:g}: "
+            "partial work would arrive after the round has closed. Lower max_seconds or raise deadline."
+        )
+    return None
+
+
 def parse_config(tables: dict[str, Any]) -> RunConfig:
-    """A `RunConfig` from TOML tables (top-level keys may stand in `[run]`). Raises `ConfigError`."""
-    merged = {**tables.get("run", {}), **{key: value for key, value in tables.items() if key != "run"}}
+    """A `RunConfig` from TOML tables (top-level keys may stand in `[run]`). Raises `ConfigError`.
+
+    Types are taken as they are written: `rounds = "20"` and `rounds = true` are refused.
+    """
+    run = tables.get("run", {})
+    if not isinstance(run, dict):
+        raise ConfigError(f"run = {show(run)}: must be a table. Write name, task, rounds below a [run] line.")
+    rest = {key: value for key, value in tables.items() if key != "run"}
+    twice = sorted(set(run) & set(rest))
+    if twice:
+        raise ConfigError(
+            "\n".join(f"{key} = {show(rest[key])}: also in [run]. Give it once; remove one." for key in twice)
+        )
     try:
-        return RunConfig.model_validate(merged)
+        # By way of JSON: strict there still reads a list as a tuple.
+        return RunConfig.model_validate_json(json.dumps({**run, **rest}, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(explain(error, RunConfig)) from error
 
 
 def load_config(path: Path) -> RunConfig:
@@ -125,24 +213,9 @@ def load_config(path: Path) -> RunConfig:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file. 'fedward new NAME' writes one to start from.") from error
+    except IsADirectoryError as error:
+        way = f"Give the run's TOML, for example {path}/run.toml."
+        raise ConfigError(f"{path}: a folder, not a file. {way}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        raise ConfigError(f"{path}: not valid TOML: {error}. Correct that line.") from error
     return parse_config(tables)
-
-
-def explain(error: ValidationError) -> str:
-    """A pydantic error as lines of field, value, rule."""
-    lines = []
-    for item in error.errors(include_url=False):
-        where = ".".join(str(part) for part in item["loc"])
-        rule = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            rule = "unknown key. Check the spelling, or remove it; 'fedward plan --keys' lists all keys."
-            lines.append(f"{where} = {item['input']!r}: {rule}")
-        elif item["type"] == "missing":
-            lines.append(f"{where}: missing. Add it to the run's TOML.")
-        elif not where or isinstance(item["input"], dict):
-            lines.append(f"{where}: {rule}" if where else rule)
-        else:
-            lines.append(f"{where} = {item['input']!r}: {rule}")
-    return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""A pydantic error for the person at the terminal: field, value, rule, way out; one line a problem."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+LIST_KEYS = "'fedward plan --keys' lists all keys"
+
+# Error type -> rule and way out; filled with the error's own context.
+_RULES: dict[str, str] = {
+    "greater_than_equal": "must be at least {ge}. Raise it to {ge} or more.",
+    "greater_than": "must be more than {gt}. Raise it.",
+    "less_than_equal": "must be at most {le}. Lower it to {le} or less.",
+    "less_than": "must be less than {lt}. Lower it.",
+    "finite_number": "must be a finite number, not inf or nan. Write a number.",
+    "int_type": "must be a whole number. Write it without quotes and without a decimal point.",
+    "float_type": "must be a number. Write it without quotes.",
+    "bool_type": "must be true or false. Write it in lower case, without quotes.",
+    "string_type": 'must be text. Put it in double quotes: "…".',
+    "literal_error": "must be {expected}. Use one of these.",
+    "tuple_type": 'must be a list. Put it in brackets: ["…"].',
+    "list_type": 'must be a list. Put it in brackets: ["…"].',
+    "model_type": "must be a table. Write its keys below a [{field}] line.",
+    "model_attributes_type": "must be a table. Write its keys below a [{field}] line.",
+}
+
+
+def explain(error: ValidationError, model: type[BaseModel], prefix: Sequence[str | int] = ()) -> str:
+    """`error` as lines. `model` is what was validated (its fields give the suggestions); `prefix` stands
+    before each field's name."""
+    lines: list[str] = []
+    for item in error.errors(include_url=False):
+        nested = item.get("ctx", {}).get("error")
+        location = [*prefix, *item["loc"]]
+        if isinstance(nested, NestedError):
+            lines.append(explain(nested.error, nested.model, location))
+            continue
+        lines.append(_line(item, location, _fields_at(model, item["loc"])))
+    return "\n".join(lines)
+
+
+class NestedError(ValueError):
+    """Carries a `ValidationError` of another model through a validator, whole."""
+
+    def __init__(self, error: ValidationError, model: type[BaseModel]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.model = model
+
+
+def _line(item: Any, location: Sequence[str | int], known: Iterable[str]) -> str:
+    field = dotted(location)
+    value, kind, context = item["input"], item["type"], item.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"{field} = {show(value)}: unknown key. {_suggest(str(location[-1]), known)}"
+    if kind == "missing":
+        return f"{field}: missing. Add it to the run's TOML; {LIST_KEYS}."
+    if kind == "string_pattern_mismatch":
+        rule = _pattern_rule(str(context.get("pattern", "")))
+    elif kind in _RULES:
+        rule = _RULES[kind].format(field=field, **context)
+    else:
+        rule = item["msg"].removeprefix("Value error, ")
+    # A whole table as the value says nothing that the rule does not.
+    if not field:
+        return rule
+    return f"{field}: {rule}" if isinstance(value, dict) else f"{field} = {show(value)}: {rule}"
+
+
+def _pattern_rule(pattern: str) -> str:
+    if ":" in pattern:
+        return "must be 'module:Class' of the bundle. Write for example \"digits.task:Digits\"."
+    return (
+        "must be 1 to 64 lower-case letters, digits, '.', '_' or '-', a letter or digit first and last. "
+        "Rename it so."
+    )
+
+
+def _suggest(key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    return (
+        f"Did you mean {close[0]!r}? Correct or remove it; {LIST_KEYS}."
+        if close
+        else (f"Correct or remove it; {LIST_KEYS}.")
+    )
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Keys of the table in which the last part of `location` stands."""
+    here: type[BaseModel] = model
+    for part in location[:-1]:
+        field = here.model_fields.get(str(part))
+        table = field.annotation if field is not None else None
+        if not (isinstance(table, type) and issubclass(table, BaseModel)):
+            return []
+        here = table
+    return list(here.model_fields)
+
+
+def dotted(location: Sequence[str | int]) -> str:
+    """("cohort", "nodes", 0) -> "cohort.nodes[0]"."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def show(value: object) -> str:
+    """`value` as it would stand in TOML, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "…"
