@@ -203,7 +203,7 @@ def _read_all(archive: zipfile.ZipFile) -> dict[str, bytes]:
         total += len(content)
         if len(content) > MAX_BYTES or total > MAX_UNPACKED:
             raise BundleError(
-                f"{entry.filename!r}: a file of a bundle may have {MAX_BYTES} bytes, all of them {MAX_UNPACKED}."
+                f"{entry.filename!r}: a file may have {MAX_BYTES} bytes, all of a bundle's {MAX_UNPACKED}."
             )
         files[entry.filename] = content
     for name in files:

@@ -62,7 +62,7 @@ class Manifest(BaseModel):
         """Raises `ManifestError` unless `data` is the bundle that was signed."""
         digest = hashlib.sha256(data).hexdigest()
         if digest != self.bundle:
-            raise ManifestError(f"the bundle has SHA-256 {digest[:12]}, the manifest says {self.bundle[:12]}.")
+            raise ManifestError(f"the bundle's SHA-256 is {digest[:12]}, the manifest says {self.bundle[:12]}.")
 
     def check_initial(self, data: bytes | None) -> None:
         """Raises `ManifestError` unless `data` is the starting model that was signed (None: none)."""
@@ -85,5 +85,5 @@ def open_manifest(envelope: Mapping[str, Any], roster: Roster) -> Manifest:
         raise ManifestError(f"the signed manifest breaks its rules: {where}: {first['msg']}") from error
     signer = roster.scientist_of(envelope["key"])
     if signer is None or signer.name != manifest.scientist:
-        raise ManifestError(f"the manifest names {manifest.scientist!r}, but another data scientist signed it.")
+        raise ManifestError(f"the manifest names {manifest.scientist!r}, but somebody else signed it.")
     return manifest

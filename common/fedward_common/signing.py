@@ -157,7 +157,7 @@ def sign_envelope(kind: str, payload: Mapping[str, Any], key: Ed25519PrivateKey)
 def open_envelope(kind: str, envelope: Mapping[str, Any], public_keys: PublicKeys) -> dict[str, Any]:
     """The payload of an envelope signed by one of `public_keys`. Raises `SignatureError`."""
     if set(envelope) != {kind, "key", "signature"}:
-        raise SignatureError(f"a signed {kind} has the fields {kind}, key and signature, no others, no fewer.")
+        raise SignatureError(f"a signed {kind} has the fields {kind}, key and signature, nothing else.")
     text, signer, signature = envelope[kind], envelope["key"], envelope["signature"]
     if not (isinstance(text, str) and isinstance(signer, str) and isinstance(signature, str)):
         raise SignatureError(f"the fields of a signed {kind} must be text.")
