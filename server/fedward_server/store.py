@@ -15,6 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from fedward_common.errors import FedwardError
+from fedward_common.files import OWNER_FILE
 from sqlalchemy import (
     JSON,
     Connection,
@@ -33,9 +35,6 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 from sqlalchemy.pool import ConnectionPoolEntry
-
-from fedward_common.errors import FedwardError
-from fedward_common.files import OWNER_FILE
 
 SCHEMA = 1
 BUSY_SECONDS = 30
@@ -75,7 +74,7 @@ class Base(DeclarativeBase):
 
 
 class Node(Base):
-    """A site. flower_id: Flower's id of its present key; identity, flower_key: public keys (base64url, PEM)."""
+    """A site. flower_id: Flower's id of its present key; identity (base64url), flower_key (PEM): public."""
 
     __tablename__ = "nodes"
     __table_args__ = (
@@ -120,7 +119,7 @@ class Scientist(Base):
 
 
 class Run(Base):
-    """A run. id: Fedward's run id; flower_run_id: of the present attempt; epoch: grows with each (re)start."""
+    """A run. id: Fedward's run id; flower_run_id: of the present attempt; epoch: grows by one a start."""
 
     __tablename__ = "runs"
 
@@ -242,7 +241,8 @@ def all_nodes(session: Session) -> Sequence[Node]:
 
 def active_node(session: Session, name: str) -> Node | None:
     """The enrolled node of that name."""
-    return session.scalars(select(Node).where(Node.name == name, Node.status == NodeStatus.ACTIVE)).one_or_none()
+    query = select(Node).where(Node.name == name, Node.status == NodeStatus.ACTIVE)
+    return session.scalars(query).one_or_none()
 
 
 def consume_token(session: Session, token_id: str, now: float) -> bool:
@@ -302,7 +302,8 @@ def audit_lines(session: Session, limit: int = 1000) -> Sequence[AuditLine]:
 def remember_nonce(session: Session, key: str, nonce: str, seconds: float, forget_before: float) -> bool:
     """False if this key has used this nonce before. Forgets nonces older than `forget_before`."""
     session.execute(delete(Nonce).where(Nonce.seconds < forget_before))
-    result = session.execute(insert(Nonce).values(key=key, nonce=nonce, seconds=seconds).on_conflict_do_nothing())
+    statement = insert(Nonce).values(key=key, nonce=nonce, seconds=seconds)
+    result = session.execute(statement.on_conflict_do_nothing())
     assert isinstance(result, CursorResult)
     return result.rowcount == 1
 
