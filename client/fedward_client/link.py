@@ -7,7 +7,6 @@ revoked it.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
+from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.grpc import create_channel
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -52,6 +52,12 @@ _SMALL = 15.0
 _LARGE = 120.0
 """Seconds for a call that carries a chunk of one."""
 _PUSH_TRIES = 6
+_NO_SESSION = {ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, ApiErrorCode.FLEET_NODE_DEACTIVATION_FAILED}
+_RUN_OVER = {
+    ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED,
+    ApiErrorCode.FLEET_GET_RUN_FAILED,
+    ApiErrorCode.FLEET_GET_FAB_FAILED,
+}
 
 
 class LinkDown(FedwardError):
@@ -267,25 +273,19 @@ class _ActivationFailed(LinkDown):
 
 
 def _translate(error: grpc.RpcError) -> FedwardError:
-    code, details = error.code(), str(error.details() or "")
-    text = _flower_text(details)
+    code = error.code()
+    text = str(error.details() or "")
+    flower = FlowerError.from_json(text)
+    if flower is not None:
+        text = flower.message
+        if flower.code in _NO_SESSION:
+            return _ActivationFailed(text)
+        if flower.code in _RUN_OVER:
+            return RunGone(text)
     if code == grpc.StatusCode.UNAUTHENTICATED:
         if "timestamp" in text.lower():
             return LinkRefused("this node's clock and the server's differ too much: set the clock (NTP) and start again")
         return LinkRefused(f"the server refuses this node ({text}): it was revoked, or its key was replaced")
     if code == grpc.StatusCode.UNAVAILABLE and "certificate" in text.lower():
         return LinkRefused(f"the server's certificate does not fit the CA pinned at enrolment: {text}")
-    if "RUNNING" in text or "not running" in text.lower() or "FINISHED" in text:
-        return RunGone(text)
-    if "could not be" in text or "No SuperNode found" in text:
-        return _ActivationFailed(text)
     return LinkDown(f"{code.name}: {text}")
-
-
-def _flower_text(details: str) -> str:
-    """Flower wraps its errors in JSON; plain text stays as it is."""
-    try:
-        parsed = json.loads(details)
-    except ValueError:
-        return details
-    return str(parsed.get("message", details)) if isinstance(parsed, dict) else details

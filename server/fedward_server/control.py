@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.common.constant import Status
 from flwr.common.serde import fab_to_proto, user_config_to_proto
 from flwr.proto.control_pb2 import (
@@ -21,6 +23,7 @@ from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.error import FlowerError
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fedward_common.errors import FedwardError
 from fedward_server.paths import ServerPaths
@@ -44,7 +47,6 @@ class ControlNode:
 
     flower_id: int
     status: str
-    public_key: bytes
     last_seen: str
 
 
@@ -76,7 +78,10 @@ class Control:
 
     def register_node(self, public_key: bytes) -> int:
         """Make a key (OpenSSH form) known; returns Flower's node id."""
-        return int(self._call("RegisterNode", RegisterNodeRequest(public_key=public_key)).node_id)
+        key = load_ssh_public_key(public_key)
+        if not isinstance(key, EllipticCurvePublicKey):
+            raise ControlError(f"a node's Flower key must be an EC key, this is {type(key).__name__}")
+        return int(self._call("RegisterNode", RegisterNodeRequest(public_key=public_key_to_bytes(key))).node_id)
 
     def unregister_node(self, flower_id: int) -> None:
         """Cut a node off at once; its key can never come back."""
@@ -86,7 +91,7 @@ class Control:
         """All nodes that the SuperLink knows."""
         nodes = self._call("ListNodes", ListNodesRequest()).nodes_info
         return [
-            ControlNode(int(node.node_id), str(node.status), bytes(node.public_key), str(node.last_activated_at))
+            ControlNode(int(node.node_id), str(node.status), str(node.last_activated_at))
             for node in nodes
         ]
 

@@ -29,6 +29,8 @@ from flwr.superlink.grid import HttpGrid
 
 from fedward_common.messages import Failure, Reason, Reply, Request
 from fedward_common.records import RecordError, array_record, message_to_reply, request_to_message
+from fedward_common.roster import KIND as ROSTER_KIND
+from fedward_common.roster import Roster
 from fedward_common.update import Vector
 from fedward_server.transport import Peer
 
@@ -54,12 +56,9 @@ class RosterDirectory:
     def peers(self, online: set[int]) -> dict[int, Peer]:
         changed = self._path.stat().st_mtime
         if changed != self._read[0]:
-            payload = json.loads(json.loads(self._path.read_text())["payload"])
-            known = {
-                int(node["flower_id"]): Peer(node["name"], tuple(node["tags"]))
-                for node in payload["nodes"]
-                if node["flower_id"] is not None
-            }
+            # The service of this same server wrote the file; nodes, not the ServerApp, verify its signature.
+            roster = Roster.model_validate_json(json.loads(self._path.read_text())[ROSTER_KIND])
+            known = {int(n.flower_id): Peer(n.name, n.tags) for n in roster.nodes if n.flower_id is not None}
             self._read = (changed, known)
         return {flower_id: peer for flower_id, peer in self._read[1].items() if flower_id in online}
 
