@@ -1,0 +1,88 @@
+"""All keys of a run's TOML, from the schemas that check it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from fedward_common.algorithms.registry import ALGORITHMS
+from fedward_common.config import RunConfig
+from fedward_common.explain import show
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_WORDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true | false"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. table: "" for the top. type: with bounds. default: "required" if there is none."""
+
+    table: str
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+def all_keys() -> Iterator[Key]:
+    """Every key of `RunConfig`, then the options of each algorithm."""
+    tables: list[tuple[str, type[BaseModel]]] = []
+    for name, field in RunConfig.model_fields.items():
+        if name == "algorithm":
+            continue
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            tables.append((name, field.annotation))
+        else:
+            yield _key("", name, field)
+    for table, model in tables:
+        for name, field in model.model_fields.items():
+            yield _key(table, name, field)
+    for algorithm, implementation in sorted(ALGORITHMS.items()):
+        for name, field in implementation.Options.model_fields.items():
+            if name != "name":
+                yield _key(f'algorithm, name = "{algorithm}"', name, field)
+            else:
+                summary = (implementation.__doc__ or "").strip().splitlines()
+                text = summary[0] if summary else ""
+                yield Key(f'algorithm, name = "{algorithm}"', "name", f'"{algorithm}"', "required", text)
+
+
+def _key(table: str, name: str, field: FieldInfo) -> Key:
+    default = field.get_default(call_default_factory=True, validated_data={})
+    shown = "required" if default is PydanticUndefined else "–" if default is None else show(default)
+    words = " ".join(part for part in (_type(field.annotation), *_limits(field.metadata)) if part)
+    return Key(table, name, words, shown, field.description or "")
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        found = [_type(arguments[0])]
+        for extra in arguments[1:]:
+            found.extend(_limits(getattr(extra, "metadata", [extra])))
+        return " ".join(found)
+    if origin in (Union, types.UnionType):
+        return " | ".join(_type(part) for part in arguments if part is not type(None))
+    if origin is Literal:
+        return " | ".join(show(value) for value in arguments)
+    if origin in (tuple, list):
+        return f"list of {_type(arguments[0])}"
+    return _WORDS.get(getattr(annotation, "__name__", ""), str(annotation))
+
+
+def _limits(metadata: list[Any]) -> list[str]:
+    return [
+        f"{sign} {_plain(getattr(item, attribute))}"
+        for item in metadata
+        for attribute, sign in _BOUNDS.items()
+        if isinstance(getattr(item, attribute, None), int | float)
+    ]
+
+
+def _plain(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else str(bound)

@@ -1,0 +1,162 @@
+"""Before a run: what is refused and why, and what a round costs in bytes and seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedward_common.algorithms.registry import build
+from fedward_common.bundle import Bundle, build_bundle
+from fedward_common.config import RunConfig
+from fedward_common.errors import FedwardError, TaskError
+from fedward_common.local import LocalRunner, Work
+from fedward_common.task import Task, load_task
+from fedward_common.update import Kind, Layout, Vectors
+
+_MEASURED_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a round costs. Bytes are of tensors; messages add about 1 %.
+
+    parameters: trainable ones. down, up: bytes a node and round. evaluation: bytes down for an evaluation.
+    steps: K on the node whose data was measured, None if no data is here. step_seconds: one local step here.
+    """
+
+    parameters: int
+    buffers: int
+    cohort: int
+    down: int
+    up: int
+    evaluation: int
+    steps: int | None = None
+    step_seconds: float | None = None
+
+    @property
+    def train_seconds(self) -> float | None:
+        """Local training of one round on a machine like this one."""
+        return None if self.steps is None or self.step_seconds is None else self.steps * self.step_seconds
+
+
+def open_task(config: RunConfig, project: Path) -> Task:
+    """The run's task from the project folder. Raises `TaskError`, also if it lies outside."""
+    task = load_task(config.task, project)
+    module = config.task.partition(":")[0].partition(".")[0]
+    if not (project / module).is_dir() and not (project / f"{module}.py").is_file():
+        raise TaskError(
+            f"task = {config.task!r}: module {module!r} is not in {project}, so it would not be in the "
+            "bundle. Put the task's package beside run.toml."
+        )
+    return task
+
+
+def refusals(config: RunConfig, project: Path) -> list[str]:
+    """Why server or nodes would refuse this run, as far as can be told here."""
+    problems: list[str] = []
+    checks = (
+        lambda: Bundle.open(build_bundle(project)).check(project),
+        lambda: _check_task_packed(config, project),
+        lambda: _check_initial(config, project),
+    )
+    for check in checks:
+        try:
+            check()
+        except FedwardError as error:
+            problems.extend(str(error).splitlines())
+    return problems
+
+
+def _check_task_packed(config: RunConfig, project: Path) -> None:
+    open_task(config, project)
+    module = config.task.partition(":")[0].replace(".", "/")
+    names = Bundle.open(build_bundle(project)).files
+    if f"{module}.py" not in names and f"{module}/__init__.py" not in names:
+        raise TaskError(
+            f"task = {config.task!r}: {module}.py is not packed into the bundle. "
+            "Name its package in fab-include of pyproject.toml."
+        )
+
+
+def _check_initial(config: RunConfig, project: Path) -> None:
+    if config.initial_model is None:
+        return
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = project / config.initial_model
+    where = f"initial_model = {config.initial_model!r}"
+    if not path.is_file():
+        raise TaskError(f"{where}: no such file in {project}. Correct the path, or remove the key.")
+    wanted = Layout.of(open_task(config, project).model())
+    try:
+        found = {name: array.shape for name, array in load_file(path).items()}
+    except (SafetensorError, OSError) as error:
+        raise TaskError(f"{where}: not a safetensors file ({error}). Save it with safetensors.") from error
+    shapes = {spec.name: spec.shape for spec in wanted.tensors if spec.kind is not Kind.PRIVATE}
+    for name, shape in shapes.items():
+        if found.get(name) != shape:
+            has = f"has shape {found[name]}" if name in found else "is not in it"
+            raise TaskError(
+                f"{where}: tensor {name!r} {has}, the task's model needs {shape}. Give one that fits."
+            )
+
+
+def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str, Any] | None) -> Forecast:
+    """What a round with up to `nodes` nodes costs. data_config: the [data] table of a node whose data is here
+    (its local step is measured), or None. Raises `TaskError`.
+    """
+    import torch
+
+    torch.manual_seed(config.seed)
+    layout = Layout.of(task.model(), getattr(task, "tensor_kinds", {}))
+    algorithm = build(config.algorithm)
+    model = task.model()
+    start: Vectors = {
+        name: layout.pack(model.state_dict(), kind)
+        for name, kind in (("model", Kind.TRAINABLE), ("statistic", Kind.STATISTIC))
+        if layout.size(kind)
+    }
+    # The last round's broadcast: a warm start sends less before.
+    broadcast = algorithm.broadcast(replace(algorithm.initial(layout, start), round=config.rounds))
+    cohort = min(nodes, config.cohort.size or nodes)
+    result = Forecast(
+        parameters=layout.size(Kind.TRAINABLE),
+        buffers=layout.size(Kind.STATISTIC),
+        cohort=cohort,
+        down=sum(vector.nbytes for vector in broadcast.values()),
+        up=sum(layout.size(kind) * layout.dtype(kind).itemsize for kind in algorithm.sends(layout).values()),
+        evaluation=sum(vector.nbytes for vector in start.values()),
+    )
+    if data_config is None:
+        return result
+    examples, step_seconds = _measure(config, task, data_config, broadcast)
+    local = config.local
+    per_epoch = math.ceil(examples / local.batch_size)
+    steps = local.steps if local.steps is not None else (local.epochs or 1) * per_epoch
+    return Forecast(**{**vars(result), "steps": steps, "step_seconds": step_seconds})
+
+
+def _measure(
+    config: RunConfig, task: Task, data_config: Mapping[str, Any], broadcast: Vectors
+) -> tuple[int, float]:
+    """(examples of the node, seconds of one local step here)."""
+    local = config.local.model_copy(update={"steps": _MEASURED_STEPS, "epochs": None})
+    runner = LocalRunner(config.model_copy(update={"local": local}), task, "plan", data_config)
+    seconds = math.inf
+    # The first training pays for loading and warming up; the best of three is the machine's own speed.
+    for _ in range(3):
+        started = time.perf_counter()
+        runner.do(Work("train", 1, broadcast))
+        seconds = min(seconds, time.perf_counter() - started)
+    return len(task.data(data_config).train), seconds / _MEASURED_STEPS  # type: ignore[arg-type]
+
+
+def bundle_digest(project: Path) -> str:
+    """SHA-256 of the bundle as it would be sent now: what a site admin approves."""
+    return hashlib.sha256(build_bundle(project)).hexdigest()
