@@ -6,22 +6,40 @@ ClientApp. It knows nothing of policies, keys or links.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Real
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from fedward_common import batches
+from fedward_common.algorithms.base import MODEL, STATISTIC
+from fedward_common.algorithms.registry import build
+from fedward_common.algorithms.training import Local, checked_loss, seed_all
 from fedward_common.config import RunConfig
-from fedward_common.task import Task
-from fedward_common.update import Layout, Vectors
+from fedward_common.errors import TaskError, UpdateError
+from fedward_common.task import Data, Task, check_data, check_task
+from fedward_common.update import Kind, Layout, Vector, Vectors, kinds_of
+
+PRIVATE = "private"
+"""Name, in a node's kept state, of the vector of tensors that never leave it."""
+
+_EVALUATION_BATCH = 256
 
 
 @dataclass(frozen=True)
 class Work:
     """One piece of work. op: "prepare" | "train" | "evaluate" | "initial".
 
-    state: the node's kept vectors (train only). split: "test" | "train" | "central" (evaluate only).
-    seconds: time limit.
-    """
+    state: the node's kept vectors (train, and evaluate for private tensors). split: "test" | "train" |
+    "central" (evaluate only). seconds: time limit of training."""
 
     op: str
     round: int = 0
@@ -33,8 +51,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a `Work`. prepare: info["layout"] (JSON text). initial: vectors "model", "statistic", "counter".
-    train: vectors = update groups, state, weight, metrics sums, info steps/complete. evaluate: metrics sums."""
+    """The result of a `Work`. prepare: info["layout"] (JSON text). initial: vectors "model", and
+    "statistic" and "counter" where the model has such tensors. train: vectors = update groups, state,
+    weight, metrics sums, info steps/complete. evaluate: metrics sums."""
 
     vectors: Vectors = field(default_factory=dict)
     state: Vectors = field(default_factory=dict)
@@ -43,19 +62,197 @@ class Done:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Built:
+    """The task's model on the device, and what of it stays on the node, as it was when new."""
+
+    model: nn.Module
+    layout: Layout
+    private: Vector
+    counter: Vector
+
+
 class LocalRunner:
-    """Runs `Work` for one node of one run."""
+    """Runs `Work` for one node of one run.
+
+    Integer buffers (`num_batches_tracked`) start every round as in the new model, so that a round does
+    not depend on what this process did before. device: a PyTorch device, or "auto" for a GPU if there is
+    one."""
 
     def __init__(
         self, config: RunConfig, task: Task, node: str, data_config: Mapping[str, Any], device: str = "cpu"
     ) -> None:
-        raise NotImplementedError
+        self._config = config
+        self._task = check_task(task)
+        self._node = node
+        self._data_config = data_config
+        self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self._algorithm = build(config.algorithm)
 
     @property
     def layout(self) -> Layout:
         """Layout of the task's model."""
-        raise NotImplementedError
+        return self._built.layout
 
     def do(self, work: Work) -> Done:
-        """Do one piece of work. Raises `TaskError` (the task lacks something) or whatever the task's code raises."""
-        raise NotImplementedError
+        """Do one piece of work. Raises `TaskError` (the task lacks something), `UpdateError` (the vectors
+        do not fit the model) or whatever the task's code raises."""
+        doers = {
+            "prepare": self._prepare,
+            "initial": self._initial,
+            "train": self._train,
+            "evaluate": self._evaluate,
+        }
+        if work.op not in doers:
+            raise ValueError(f"op = {work.op!r}: expected one of {sorted(doers)}")
+        return doers[work.op](work)
+
+    def _prepare(self, work: Work) -> Done:
+        layout, _ = self._built.layout, self._data
+        return Done(info={"layout": layout.to_json()})
+
+    def _initial(self, work: Work) -> Done:
+        # A fresh model: the one at hand may have been trained.
+        model = self._fresh_model()
+        state = model.state_dict()
+        names = {MODEL: Kind.TRAINABLE, STATISTIC: Kind.STATISTIC, "counter": Kind.COUNTER}
+        layout = self.layout
+        return Done({name: layout.pack(state, kind) for name, kind in names.items() if layout.size(kind)})
+
+    def _train(self, work: Work) -> Done:
+        built, layout = self._built, self._built.layout
+        self._load(work)
+        local = Local(
+            task=self._task,
+            model=built.model,
+            data=self._data,
+            layout=layout,
+            options=self._config.local,
+            round=work.round,
+            seed=self._seed(work.round),
+            device=self._device,
+            seconds=work.seconds,
+        )
+        size, dtype = layout.size(Kind.TRAINABLE), layout.dtype(Kind.TRAINABLE)
+        kept = {}
+        for name in self._algorithm.keeps:
+            kept[name] = work.state[name] if name in work.state else np.zeros(size, dtype)
+            _fits(f"kept vector {name!r}", kept[name], size)
+        update, state = self._algorithm.client(local, work.vectors, kept)
+        if layout.size(Kind.PRIVATE):
+            state = {**state, PRIVATE: layout.pack(built.model.state_dict(), Kind.PRIVATE)}
+        info = {"steps": local.progress.steps, "complete": local.progress.complete}
+        return Done(update.groups, state, update.weight, update.metrics, info)
+
+    def _evaluate(self, work: Work) -> Done:
+        dataset, collate = self._split(work.split)
+        if dataset is None or batches.length(dataset) == 0:
+            return Done(metrics={"examples": 0.0})
+        self._load(work)
+        model = self._built.model
+        model.eval()
+        read = batches.reader(dataset, collate, self._device)
+        count = batches.length(dataset)
+        sums = {"examples": float(count), "loss": 0.0}
+        size = max(_EVALUATION_BATCH, self._config.local.batch_size)
+        with torch.no_grad():
+            for indices in torch.arange(count).split(size):  # type: ignore[no-untyped-call]
+                batch = read(indices)
+                loss = checked_loss(self._task.loss(model, batch), needs_grad=False)
+                sums["loss"] += len(indices) * float(loss)
+                for name, mean in _checked_metrics(self._task.metrics(model, batch)).items():
+                    sums[name] = sums.get(name, 0.0) + len(indices) * mean
+        return Done(metrics=sums)
+
+    def _load(self, work: Work) -> None:
+        """Bring the model to the broadcast, with this node's own private tensors and new counters."""
+        built, layout = self._built, self._built.layout
+        state = built.model.state_dict()
+        for name, kind in ((MODEL, Kind.TRAINABLE), (STATISTIC, Kind.STATISTIC)):
+            size = layout.size(kind)
+            if size and name not in work.vectors:
+                raise UpdateError(f"the broadcast lacks {name!r}; it has {sorted(work.vectors)}")
+            if size:
+                layout.copy_into(state, work.vectors[name], kind)
+        layout.copy_into(state, work.state.get(PRIVATE, built.private), Kind.PRIVATE)
+        layout.copy_into(state, built.counter, Kind.COUNTER)
+
+    def _split(self, name: str) -> tuple[Dataset[Any] | None, batches.Collate | None]:
+        if name == "train":
+            return self._data.train, self._data.collate
+        if name == "test":
+            return self._data.test, self._data.collate
+        if name == "central":
+            data = self._central_data
+            return data.test if data.test is not None else data.train, data.collate
+        raise ValueError(f"split = {name!r}: expected 'test', 'train' or 'central'")
+
+    @cached_property
+    def _built(self) -> _Built:
+        model = self._fresh_model()
+        layout = Layout.of(model, kinds_of(self._task))
+        state = model.state_dict()
+        return _Built(
+            model.to(self._device), layout, layout.pack(state, Kind.PRIVATE), layout.pack(state, Kind.COUNTER)
+        )
+
+    def _fresh_model(self) -> nn.Module:
+        seed_all(self._config.seed, "cpu")
+        model = self._task.model()
+        if not isinstance(model, nn.Module):
+            raise TaskError(f"model() returned {type(model).__name__}: return a torch.nn.Module.")
+        return model
+
+    @cached_property
+    def _data(self) -> Data:
+        # A random split into train and test must come out the same after a restart.
+        seed_all(self._seed("data"), "cpu")
+        return _flattened(check_data(self._task.data(self._data_config)))
+
+    @cached_property
+    def _central_data(self) -> Data:
+        make = getattr(self._task, "central_data", None)
+        if not callable(make):
+            raise TaskError(
+                f"evaluation.central needs central_data(config) -> Data in {type(self._task).__name__}: add it, "
+                "or set evaluation.central = false."
+            )
+        seed_all(self._config.seed, "cpu")
+        return _flattened(check_data(make(self._data_config)))
+
+    def _seed(self, what: int | str) -> int:
+        text = json.dumps([self._config.seed, self._node, what])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _flattened(data: Data) -> Data:
+    if data.collate is not None:
+        return data
+    test = data.test if data.test is None else batches.flattened(data.test)
+    return Data(batches.flattened(data.train), test)
+
+
+def _fits(what: str, vector: Vector, size: int) -> None:
+    if vector.shape != (size,):
+        raise UpdateError(f"{what} has shape {vector.shape}, the model needs ({size},)")
+
+
+def _checked_metrics(metrics: object) -> dict[str, float]:
+    """Means over a batch as plain floats, else a `TaskError`."""
+    if not isinstance(metrics, Mapping):
+        raise TaskError(f"metrics() returned {type(metrics).__name__}: return a dict of name -> batch mean.")
+    plain = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise TaskError(f"metrics() has the key {name!r}: names are strings.")
+        if name in ("examples", "loss"):
+            raise TaskError(f"metrics() returned {name!r}, which Fedward fills in: choose another name.")
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            value = value.item()
+        if not isinstance(value, Real):
+            raise TaskError(
+                f"metrics()[{name!r}] is a {type(value).__name__}: return a number, the mean over the batch "
+                "(for a tensor, .mean())."
+            )
+        plain[name] = float(value)
+    return plain

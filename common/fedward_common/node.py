@@ -10,15 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions
 from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig
 from fedward_common.errors import UpdateError
-from fedward_common.local import Done, Work
+from fedward_common.local import PRIVATE, Done, Work
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
-from fedward_common.update import Layout, Update, Vectors, check_update
+from fedward_common.update import Kind, Layout, Update, Vectors, check_metrics, check_update, check_vector
 
 
 class Refused(Exception):
@@ -30,7 +28,8 @@ class Refused(Exception):
 
 
 class StateStore(Protocol):
-    """What a node keeps for one run between rounds. Writes are atomic; a pending state replaces an older one."""
+    """What a node keeps for one run between rounds. Writes are atomic; a pending state replaces an older
+    one."""
 
     def committed(self) -> tuple[Stamp | None, Vectors]:
         """The last committed training and the kept vectors after it ({} before the first)."""
@@ -75,9 +74,9 @@ class MemoryStore:
 def settle(store: StateStore, included: Stamp | None) -> None:
     """Commit or drop the pending state by what the server says was the node's last training in a sum.
 
-    Raises `Refused(STATE_DIVERGED)` if the server names a training that this node knows nothing of: its control
-    variates would no longer match the server's.
-    """
+    Safe to repeat, whatever was lost or crashed in between: the same `included` finds the work done.
+    Raises `Refused(STATE_DIVERGED)` if the server names a training that this node knows nothing of: its
+    control variates would no longer match the server's."""
     pending = store.pending()
     committed, _ = store.committed()
     if pending is not None and pending[0] == included:
@@ -86,9 +85,8 @@ def settle(store: StateStore, included: Stamp | None) -> None:
         if pending is not None:
             store.drop_pending()
     else:
-        raise Refused(
-            Failure(Reason.STATE_DIVERGED, f"server says last included was {included}, this node committed {committed}")
-        )
+        rule = f"server says last included was {included}, this node committed {committed}"
+        raise Refused(Failure(Reason.STATE_DIVERGED, rule))
 
 
 class Participant:
@@ -134,15 +132,28 @@ class Participant:
             self._layout = Layout.from_json(str(self._execute(Work("prepare")).info["layout"]))
         return self._layout
 
+    def _settle(self, included: Stamp | None) -> None:
+        try:
+            settle(self._store, included)
+        except Refused:
+            if self._algorithm.keeps:
+                raise
+            # Nothing here has a counterpart on the server, so a node that lost its state goes on: private
+            # tensors as last committed, or as in the new model.
+            if self._store.pending() is not None:
+                self._store.drop_pending()
+
     def _train(self, request: Request) -> Reply:
         layout = self._known_layout()
-        settle(self._store, request.included)
+        self._settle(request.included)
         _, kept = self._store.committed()
+        self._held = None
         done = self._execute(
             Work("train", request.round, request.vectors, kept, seconds=request.settings.get("seconds"))
         )
         update = Update(done.vectors, done.weight, done.metrics)
-        self._gate(layout, update)
+        self._gate(layout, update, done.state)
+        # Before the reply: should this process die after it, the state is here to be committed.
         self._store.save_pending(Stamp(request.round, request.attempt), done.state)
         reply = Reply(
             Purpose.TRAIN, request.run, request.round, request.attempt,
@@ -153,13 +164,20 @@ class Participant:
             return replace(reply, vectors={}, held=True)
         return reply
 
-    def _gate(self, layout: Layout, update: Update) -> None:
-        shapes = {
-            group: (layout.size(kind), np.dtype(layout.dtype(kind)))
-            for group, kind in self._algorithm.sends(layout).items()
-        }
+    def _gate(self, layout: Layout, update: Update, state: Vectors) -> None:
+        sends = self._algorithm.sends(layout)
+        shapes = {group: (layout.size(kind), layout.dtype(kind)) for group, kind in sends.items()}
+        kept = dict.fromkeys(self._algorithm.keeps, Kind.TRAINABLE)
+        if layout.size(Kind.PRIVATE):
+            kept[PRIVATE] = Kind.PRIVATE
         try:
             check_update(update, shapes, self.config.cohort.max_weight)
+            if self._algorithm.uniform and update.weight != 1:
+                raise UpdateError(f"weight {update.weight} where every node counts the same, 1")
+            if set(state) != set(kept):
+                raise UpdateError(f"kept vectors are {sorted(state)}, expected {sorted(kept)}")
+            for name, kind in kept.items():
+                check_vector(f"kept vector {name!r}", state[name], layout.size(kind), layout.dtype(kind))
         except UpdateError as error:
             raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
 
@@ -173,11 +191,25 @@ class Participant:
     def _evaluate(self, request: Request) -> Reply:
         split = str(request.settings.get("split", "test"))
         done = self._execute(
-            Work("evaluate", request.round, request.vectors, split=split, seconds=request.settings.get("seconds"))
+            Work(
+                "evaluate", request.round, request.vectors, self._latest(request.included), split=split,
+                seconds=request.settings.get("seconds"),
+            )
         )
+        try:
+            check_metrics(done.metrics)
+        except UpdateError as error:
+            raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
         return Reply(Purpose.EVALUATE, request.run, metrics=done.metrics)
 
+    def _latest(self, included: Stamp | None) -> Vectors:
+        """The kept vectors to evaluate with. Reads only: an evaluation may not say what was included."""
+        pending = self._store.pending()
+        if pending is not None and pending[0] == included:
+            return pending[1]
+        return self._store.committed()[1]
+
     def _finish(self, request: Request) -> Reply:
-        settle(self._store, request.included)
+        self._settle(request.included)
         self._held = None
         return Reply(Purpose.FINISH, request.run)

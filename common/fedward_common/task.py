@@ -13,6 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,10 @@ from torch.utils.data import Dataset
 from fedward_common.errors import TaskError
 
 Batch = Any
+
+
+class NoDataError(TaskError):
+    """This node has no example to train on."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,57 @@ class Data:
 
 @runtime_checkable
 class Task(Protocol):
-    """A federated learning task. Optional attributes: `tensor_kinds` (shell pattern over state-dict names ->
-    'trainable' | 'statistic' | 'counter' | 'private'); `central_data(config) -> Data` for evaluation on the server.
+    """A federated learning task.
+
+    Optional attributes: `tensor_kinds` (shell pattern over state-dict names -> 'trainable' | 'statistic' |
+    'counter' | 'private'); `central_data(config) -> Data` for evaluation on the server (its `test`, or `train` if
+    that is None).
     """
+
+    def model(self) -> nn.Module: ...
+        def data(self, config) -> Data: ...                  # from the node's own [data] table
+        def loss(self, model, batch) -> torch.Tensor: ...    # mean over the batch
+        def metrics(self, model, batch) -> dict[str, float]: ...  # means over the batch
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from fedward_common.errors import TaskError
+
+Batch = Any
+
+
+class NoDataError(TaskError):
+    """This node has no example to train on."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A node's data. Both are map-style PyTorch datasets; `test` may be None. `collate` joins samples into a
+    batch (PyTorch's default if None)."""
+
+    train: Dataset[Any]
+    test: Dataset[Any] | None = None
+    collate: Callable[[list[Any]], Batch] | None = None
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A federated learning task. Optional attributes: `tensor_kinds` (shell pattern over state-dict names
+    -> 'trainable' | 'statistic' | 'counter' | 'private'); `central_data(config) -> Data` for evaluation
+    on the server."""
 
     def model(self) -> nn.Module:
         """A fresh model. Called after the run's seed was set, so every site builds the same one."""
@@ -63,12 +116,13 @@ _NEEDED: dict[str, str] = {
 
 
 def check_task(task: object) -> Task:
-    """`task` itself, if it has all that a task needs; else a `TaskError` that lists each missing method with an
-    example of it."""
+    """`task` itself, if it has all that a task needs; else a `TaskError` that lists each missing method
+    with an example of it."""
     missing = [name for name in _NEEDED if not callable(getattr(task, name, None))]
     if missing:
         lines = "\n".join(f"  {_NEEDED[name]}" for name in missing)
-        raise TaskError(f"{type(task).__name__} is not a task yet; it lacks {', '.join(missing)}. Add:\n{lines}")
+        lacks = ", ".join(missing)
+        raise TaskError(f"{type(task).__name__} is not a task yet; it lacks {lacks}. Add:\n{lines}")
     return task  # type: ignore[return-value]
 
 
@@ -79,7 +133,7 @@ def load_task(reference: str, root: Path | None = None) -> Task:
     """
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
-        raise TaskError(f"task = {reference!r}: write it as 'module:Class', for example 'digits.task:Digits'.")
+        raise TaskError(f"task = {reference!r}: write it as 'module:Class', such as 'digits.task:Digits'.")
     if root is not None and str(root) not in sys.path:
         sys.path.insert(0, str(root))
     try:
@@ -89,15 +143,26 @@ def load_task(reference: str, root: Path | None = None) -> Task:
         raise TaskError(f"task = {reference!r}: cannot import {error.name!r}{where}.") from error
     if not hasattr(module, attribute):
         public = [name for name in vars(module) if not name.startswith("_")]
-        raise TaskError(f"task = {reference!r}: module {module_name!r} has no {attribute!r}; it has {public}.")
+        raise TaskError(f"task = {reference!r}: {module_name!r} has no {attribute!r}; it has {public}.")
     found = getattr(module, attribute)
-    return check_task(found() if isinstance(found, type) else found)
+    if isinstance(found, type):
+        try:
+            signature(found).bind()
+        except TypeError as error:
+            raise TaskError(
+                f"task = {reference!r}: {attribute} cannot be made without arguments ({error}). Give its "
+                "__init__ defaults, or name an instance."
+            ) from error
+        found = found()
+    return check_task(found)
 
 
 def check_data(data: object) -> Data:
     """`data` itself if it is a `Data` with a non-empty training set, else a `TaskError` with the way out."""
     if not isinstance(data, Data):
-        raise TaskError(f"data() returned {type(data).__name__}, expected fedward_common.task.Data(train=…, test=…).")
+        raise TaskError(
+            f"data() returned {type(data).__name__}, expected fedward_common.task.Data(train=…, test=…)."
+        )
     for name in ("train", "test"):
         part = getattr(data, name)
         if part is None and name == "test":
@@ -105,5 +170,8 @@ def check_data(data: object) -> Data:
         if not isinstance(part, Sized) or not hasattr(part, "__getitem__"):
             raise TaskError(f"Data.{name} must be a map-style dataset (with __len__ and __getitem__).")
     if len(data.train) == 0:  # type: ignore[arg-type]
-        raise TaskError("Data.train is empty: this node has no example to train on.")
+        raise NoDataError(
+            "Data.train is empty: this node has no example to train on. Check the paths and filters in the "
+            "node's [data] table."
+        )
     return data

@@ -9,9 +9,11 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a model: its state-dict name, shape, NumPy dtype name and kind."""
+    """One tensor of a model: its state-dict name, shape, PyTorch dtype name and kind."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +52,7 @@ class TensorSpec:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,22 @@ class Layout:
     def of(cls, model: nn.Module, kinds: Mapping[str, Kind | str] | None = None) -> Layout:
         """The layout of `model`; `kinds` maps shell patterns over tensor names to kinds, first match wins.
 
-        Raises `TaskError` for a pattern that matches nothing or a kind that does not fit the tensor's dtype.
+        A tensor that the model holds under two names (tied weights) stands once, under its first name.
+        Raises `TaskError` for a pattern that matches nothing or a kind that does not fit the tensor.
         """
         patterns = {pattern: Kind(kind) for pattern, kind in (kinds or {}).items()}
         unmatched = set(patterns)
         parameters = {name for name, p in model.named_parameters() if p.requires_grad}
         specs = []
-        for name, tensor in model.state_dict().items():
+        seen: set[int] = set()
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:
+                unmatched -= {pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)}
+                continue
+            seen.add(id(tensor))
             floating = tensor.is_floating_point()
-            if name in parameters:
-                kind = Kind.TRAINABLE
-            else:
-                kind = Kind.STATISTIC if floating else Kind.COUNTER
+            buffer = Kind.STATISTIC if floating else Kind.COUNTER
+            kind = Kind.TRAINABLE if name in parameters else buffer
             for pattern, wanted in patterns.items():
                 if fnmatch.fnmatchcase(name, pattern):
                     unmatched.discard(pattern)
@@ -82,8 +88,18 @@ class Layout:
                     break
             if kind in (Kind.TRAINABLE, Kind.STATISTIC) and not floating:
                 raise TaskError(
-                    f"tensor {name!r} has dtype {tensor.dtype} but kind {kind.value!r}: only float tensors can be "
-                    "averaged. Declare it 'counter' or 'private' in the task's tensor_kinds."
+                    f"tensor {name!r} has dtype {tensor.dtype} but kind {kind.value!r}: only float tensors "
+                    "can be averaged. Declare it 'counter' or 'private' in the task's tensor_kinds."
+                )
+            if kind is Kind.TRAINABLE and name not in parameters:
+                raise TaskError(
+                    f"tensor {name!r} is declared 'trainable' but is no parameter with requires_grad=True: "
+                    "no optimiser would move it. Make it such a parameter, or declare it 'statistic'."
+                )
+            if kind is Kind.COUNTER and floating:
+                raise TaskError(
+                    f"tensor {name!r} has dtype {tensor.dtype} but kind 'counter', which is for integers: "
+                    "declare it 'statistic' (averaged) or 'private' (stays on the node)."
                 )
             dtype = str(tensor.dtype).removeprefix("torch.")
             specs.append(TensorSpec(name, tuple(tensor.shape), dtype, kind))
@@ -93,7 +109,7 @@ class Layout:
                 f"The model's tensors are: {[s.name for s in specs]}."
             )
         if not any(s.kind is Kind.TRAINABLE for s in specs):
-            raise TaskError("the model has no trainable tensor: give at least one parameter requires_grad=True.")
+            raise TaskError("the model has no trainable tensor: set requires_grad=True on a parameter.")
         return cls(tuple(specs))
 
     def of_kind(self, kind: Kind) -> tuple[TensorSpec, ...]:
@@ -105,43 +121,57 @@ class Layout:
         return sum(spec.size for spec in self.of_kind(kind))
 
     def dtype(self, kind: Kind) -> np.dtype[Any]:
-        """dtype of the flat vector of `kind`: float64 if any tensor of it is, int64 for counters, else float32."""
+        """dtype of the flat vector of `kind`: int64 for counters, float64 if any tensor of it needs that
+        (float64, or an integer among private ones), else float32."""
         if kind is Kind.COUNTER:
             return np.dtype(np.int64)
-        wide = any(spec.dtype == "float64" for spec in self.of_kind(kind))
+        wide = any(spec.dtype not in ("float32", "float16", "bfloat16") for spec in self.of_kind(kind))
         return np.dtype(np.float64 if wide else np.float32)
 
     def pack(self, state: Mapping[str, torch.Tensor], kind: Kind) -> Vector:
         """The flat vector of all tensors of `kind` in `state` (a state dict); always a fresh copy."""
-        out = np.empty(self.size(kind), dtype=self.dtype(kind))
+        out = torch.from_numpy(np.empty(self.size(kind), dtype=self.dtype(kind)))
         at = 0
         for spec in self.of_kind(kind):
-            out[at : at + spec.size] = state[spec.name].detach().to("cpu").reshape(-1).numpy()
-            at += spec.size
-        return out
+            size = spec.size
+            out[at : at + size].copy_(state[spec.name].detach().reshape(-1))
+            at += size
+        vector: Vector = out.numpy()
+        return vector
 
     def unpack(self, vector: Vector, kind: Kind) -> dict[str, torch.Tensor]:
-        """The tensors of `kind`, each a view into `vector` where the dtype allows."""
+        """The tensors of `kind`, each a view into `vector` where dtype and writability allow.
+
+        Raises `UpdateError` for a vector of another length.
+        """
         if vector.shape != (self.size(kind),):
-            raise UpdateError(f"vector of {kind.value} has shape {vector.shape}, the layout needs ({self.size(kind)},)")
+            needed = (self.size(kind),)
+            raise UpdateError(f"vector of {kind.value} has shape {vector.shape}, the layout needs {needed}")
+        # PyTorch knows no read-only tensors, and vectors that came over the wire are read-only.
+        flat = torch.from_numpy(vector if vector.flags.writeable else vector.copy())
         out = {}
         at = 0
         for spec in self.of_kind(kind):
-            part = vector[at : at + spec.size].reshape(spec.shape)
-            out[spec.name] = torch.as_tensor(part.astype(spec.dtype, copy=False))
-            at += spec.size
+            size = spec.size
+            part = flat[at : at + size].view(spec.shape)
+            out[spec.name] = part.to(getattr(torch, spec.dtype))
+            at += size
         return out
 
     def load(self, model: nn.Module, vector: Vector, kind: Kind) -> None:
         """Copy `vector` into `model`'s tensors of `kind`, in place."""
-        state = model.state_dict()
+        self.copy_into(model.state_dict(), vector, kind)
+
+    def copy_into(self, state: Mapping[str, torch.Tensor], vector: Vector, kind: Kind) -> None:
+        """Copy `vector` into the tensors of `kind` in `state` (a state dict), in place."""
         with torch.no_grad():
             for name, tensor in self.unpack(vector, kind).items():
                 state[name].copy_(tensor)
 
     def to_json(self) -> str:
         """Canonical JSON: equal layouts give equal text."""
-        return json.dumps([[s.name, list(s.shape), s.dtype, s.kind.value] for s in self.tensors], separators=(",", ":"))
+        rows = [[s.name, list(s.shape), s.dtype, s.kind.value] for s in self.tensors]
+        return json.dumps(rows, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
@@ -176,17 +206,34 @@ def check_update(update: Update, shapes: Mapping[str, tuple[int, np.dtype[Any]]]
     if set(update.groups) != set(shapes):
         raise UpdateError(f"update has groups {sorted(update.groups)}, expected {sorted(shapes)}")
     for name, (length, dtype) in shapes.items():
-        vector = update.groups[name]
-        if vector.shape != (length,):
-            raise UpdateError(f"group {name!r} has shape {vector.shape}, expected ({length},)")
-        if vector.dtype != dtype:
-            raise UpdateError(f"group {name!r} has dtype {vector.dtype}, expected {dtype}")
-        if not np.isfinite(vector).all():
-            raise UpdateError(f"group {name!r} holds values that are not finite")
-    if not (np.isfinite(update.weight) and 0 < update.weight <= max_weight):
+        check_vector(f"group {name!r}", update.groups[name], length, dtype)
+    if not _finite(update.weight) or not 0 < update.weight <= max_weight:
         raise UpdateError(f"weight {update.weight} is not in (0, {max_weight}]")
-    if not all(np.isfinite(value) for value in update.metrics.values()):
+    check_metrics(update.metrics)
+
+
+def check_vector(what: str, vector: object, length: int, dtype: np.dtype[Any]) -> None:
+    """Raise `UpdateError` unless `vector` is a finite 1-D array of that length and dtype."""
+    if not isinstance(vector, np.ndarray):
+        raise UpdateError(f"{what} is a {type(vector).__name__}, expected an array")
+    if vector.shape != (length,):
+        raise UpdateError(f"{what} has shape {vector.shape}, expected ({length},)")
+    if vector.dtype != dtype:
+        raise UpdateError(f"{what} has dtype {vector.dtype}, expected {dtype}")
+    if not np.isfinite(vector).all():
+        raise UpdateError(f"{what} holds values that are not finite")
+
+
+def check_metrics(metrics: Mapping[str, float]) -> None:
+    """Raise `UpdateError` unless all sums are finite numbers and the count of examples is not negative."""
+    if not all(_finite(value) for value in metrics.values()):
         raise UpdateError("a metric is not finite")
+    if metrics.get("examples", 0) < 0:
+        raise UpdateError(f"the count of examples is negative: {metrics['examples']}")
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def kinds_of(task: object) -> Mapping[str, Kind | str]:

@@ -6,10 +6,11 @@ A newcomer adds one file here and one line in `registry.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from fedward_common.update import Kind, Layout, Update, Vector, Vectors
@@ -39,8 +40,8 @@ class AlgorithmOptions(BaseModel):
 
 @dataclass(frozen=True)
 class ServerState:
-    """All that the server carries from round to round. `vectors` holds "model", "statistic" (if any) and what the
-    algorithm adds (control variates, moments). `round`: rounds finished."""
+    """All that the server carries from round to round. `vectors` holds "model", "statistic" (if any) and
+    what the algorithm adds (control variates, moments). `round`: rounds finished."""
 
     vectors: Vectors
     round: int = 0
@@ -57,12 +58,45 @@ class ServerState:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Counts of a round. enrolled: N, all nodes that take part in the run. replied: |S|, updates in the sum."""
+    """Counts of a round. enrolled: N, all nodes that take part in the run. replied: |S|, updates in the
+    sum."""
 
     round: int
     enrolled: int
     selected: int
     replied: int
+
+
+def chunks(length: int) -> Iterator[slice]:
+    """Slices that cover a vector: server maths in float64 then needs a small buffer, not a second model."""
+    for start in range(0, length, _CHUNK):
+        yield slice(start, min(start + _CHUNK, length))
+
+
+_CHUNK = 1 << 17
+
+
+def moved(vector: Vector, change: Vector, rate: float = 1.0) -> Vector:
+    """vector + rate · change, computed in float64, as a new vector of `vector`'s dtype."""
+    out = np.empty_like(vector)
+    for part in chunks(len(vector)):
+        out[part] = vector[part].astype(np.float64) + rate * change[part]
+    return out
+
+
+def moved_statistic(vector: Vector, change: Vector) -> Vector:
+    """vector + change for float buffers, where a sum that cancels ends at zero.
+
+    A running variance that every node brought to 0 has the change -vector, and the rounding of a weighted
+    mean may leave it at -1e-17 of its old size: negative. What is under 2⁻⁴⁰ of the old value is such
+    rounding."""
+    out = np.empty_like(vector)
+    for part in chunks(len(vector)):
+        old = vector[part].astype(np.float64)
+        new = old + change[part]
+        new[np.abs(new) <= np.abs(old) * 2.0**-40] = 0.0
+        out[part] = new
+    return out
 
 
 O = TypeVar("O", bound=AlgorithmOptions)  # noqa: E741
@@ -75,7 +109,10 @@ class Algorithm(ABC, Generic[O]):
     uniform: ClassVar[bool] = False
     """True: every update counts the same. False: weighted by the node's number of examples."""
     keeps: ClassVar[tuple[str, ...]] = ()
-    """Names of the vectors a node keeps between rounds (c_i, h_i …); all start at zero, length d, model dtype."""
+    """Names of the vectors a node keeps between rounds (c_i, h_i …); all start at zero, length d, model
+    dtype."""
+    neutral: ClassVar[Mapping[str, Any] | None] = None
+    """Options at which one round from the initial state does what FedAvg does, None if there are none."""
 
     def __init__(self, options: O) -> None:
         self.options = options
@@ -97,12 +134,12 @@ class Algorithm(ABC, Generic[O]):
 
     @abstractmethod
     def client(self, local: Local, message: Vectors, state: Vectors) -> tuple[Update, Vectors]:
-        """A node's round: from the broadcast and the node's kept vectors to its update and its new kept vectors.
+        """A node's round: from the broadcast and the node's kept vectors to its update and its new kept
+        vectors.
 
-        The new state is committed only when the server says that the update was in the sum. The returned update's
-        weight is 1 if `uniform`, else the number of examples. Group "statistic" holds the change of the float
-        buffers, as "delta" holds the change of the parameters.
-        """
+        The new state is committed only when the server says that the update was in the sum. The returned
+        update's weight is 1 if `uniform`, else the number of examples. Group "statistic" holds the change
+        of the float buffers, as "delta" holds the change of the parameters."""
 
 
 class SumAlgorithm(Algorithm[O]):
@@ -121,4 +158,5 @@ class PerClientAlgorithm(Algorithm[O]):
 
     @abstractmethod
     def server(self, server: ServerState, updates: Sequence[Update], cohort: Cohort) -> ServerState:
-        """The next server state (with `round` + 1) from the updates themselves, in the order of node names."""
+        """The next server state (with `round` + 1) from the updates themselves, in the order of node
+        names."""

@@ -5,12 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions
+from fedward_common.algorithms.fedavg import FedAvg
+from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from fedward_common.algorithms.fedprox import FedProx
+from fedward_common.algorithms.scaffold import Scaffold
 
-ALGORITHMS: dict[str, type[Algorithm[Any]]] = {}
+ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
+    "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "scaffold": Scaffold,
+    "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "fedadagrad": FedAdagrad,
+}
 
 
 def parse_options(value: Any) -> AlgorithmOptions:
-    """The `[algorithm]` table as the options of the algorithm it names. Raises ValueError with the known names."""
+    """The `[algorithm]` table as the options of the algorithm it names. Raises ValueError with the known
+    names."""
     if isinstance(value, AlgorithmOptions):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import random
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
+import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedward_common import batches
+from fedward_common.algorithms.base import MODEL, STATISTIC
+from fedward_common.errors import TaskError
 from fedward_common.task import Data, Task
-from fedward_common.update import Layout, Vector, Vectors
+from fedward_common.update import Kind, Layout, Vector, Vectors
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -26,9 +35,9 @@ class LocalOptions(BaseModel):
     batch_size: int = Field(default=32, ge=1)
     steps: int | None = Field(default=None, ge=1, description="K: the same number of steps on every node")
     epochs: int | None = Field(default=None, ge=1, description="passes over the node's own data (K_i ∝ n_i)")
-    max_grad_norm: Positive | None = Field(default=None, description="clip the gradient's L2 norm before each step")
+    max_grad_norm: Positive | None = Field(default=None, description="clip the gradient's L2 norm a step")
     max_seconds: Positive | None = Field(
-        default=None, description="stop local training after that long and contribute what was done (partial work)"
+        default=None, description="stop local training after that long and send what was done (partial work)"
     )
 
     @model_validator(mode="after")
@@ -38,13 +47,22 @@ class LocalOptions(BaseModel):
         return self
 
 
+@dataclass
+class Progress:
+    """What local training reports beside its result; `train` adds to it. complete: no training ran out of
+    time."""
+
+    steps: int = 0
+    complete: bool = True
+
+
 @dataclass(frozen=True)
 class Local:
     """A node's side of one round: everything that an algorithm's client half may use.
 
-    model: the task's model on `device`, to be loaded from vectors by `train`. seed: differs by run, node and round,
-    equal for a repeated attempt. seconds: time left before the round's limit, None if none.
-    """
+    model: the task's model on `device`; `train` loads the broadcast tensors into it, private tensors and
+    counters are as the round shall start with them. seed: differs by run, node and round, equal for a
+    repeated attempt. seconds: time left before the round's limit, None if none."""
 
     task: Task
     model: nn.Module
@@ -55,13 +73,23 @@ class Local:
     seed: int
     device: str = "cpu"
     seconds: float | None = None
+    progress: Progress = field(default_factory=Progress, compare=False)
+
+    @property
+    def examples(self) -> int:
+        """n_i: training examples on this node."""
+        return batches.length(self.data.train)
 
 
 class Hook:
-    """Called by `train`; an algorithm overrides what it needs. Gradients may be changed in place."""
+    """Called by `train` without gradient recording; an algorithm overrides what it needs.
+
+    parameters: the trainable tensors in the layout's order, so that `tensors(local, vector)` matches them
+    one by one. Gradients may be changed in place."""
 
     def before_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """After the backward pass, before the optimiser's step (so corrections go through momentum)."""
+        """After the backward pass (and `max_grad_norm`), before the optimiser's step, so that corrections
+        go through momentum."""
 
     def after_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """After the optimiser's step."""
@@ -74,11 +102,11 @@ class Hook:
 class Trained:
     """What local training did.
 
-    vectors: "model" (and "statistic") after the last step. steps: K_i. mass: Σ over steps of the coefficient with
-    which that step's gradient entered the final displacement; plain SGD Σ_k η_k, with momentum ρ
-    Σ_j η_j b_j, b_j = ρ b_{j−1} + 1. So −Δ/mass is the average gradient. complete: False if time ran out.
-    metrics: sums over the examples seen: "examples", "loss".
-    """
+    vectors: "model" (and "statistic") after the last step. steps: K_i. mass: Σ over steps of the
+    coefficient with which that step's gradient entered the final displacement; plain SGD Σ_k η_k, with
+    momentum ρ Σ_j η_j b_j, b_j = ρ b_{j−1} + 1. So −Δ/mass is the average gradient (weight decay and what
+    hooks add counted as part of it). complete: False if time ran out. metrics: sums over the examples
+    seen: "examples", "loss"."""
 
     vectors: Vectors
     steps: int
@@ -88,10 +116,205 @@ class Trained:
 
 
 def train(local: Local, start: Vectors, hooks: Sequence[Hook] = ()) -> Trained:
-    """Run local SGD from `start`."""
-    raise NotImplementedError
+    """Run local SGD from `start` ("model", "statistic" if the model has float buffers).
+
+    Each pass over the data takes a new seeded permutation and drops nothing; `steps` longer than a pass
+    go on with the next one. With a limit of time (`local.seconds`, `options.max_seconds`) it stops after
+    the step in which time ran out, so at least one step is done. A single example cannot feed batch norm:
+    where batches of one cannot be avoided (one example, or batch_size 1), batch-norm layers use their
+    running statistics and leave them alone. Deterministic: Python's, NumPy's and PyTorch's global
+    generators are seeded from `local.seed`. Raises `TaskError` if the task's loss is not a scalar with a
+    gradient."""
+    options, model = local.options, local.model
+    limits = [limit for limit in (local.seconds, options.max_seconds) if limit is not None]
+    deadline = time.monotonic() + min(limits) if limits else math.inf
+    seed_all(local.seed, local.device)
+    tensors_of = _Tensors(local)
+    tensors_of.load(start)
+    parameters, corrected = tensors_of.optimised, tensors_of.trainable
+    optimiser = _SGD(parameters, options)
+    count = local.examples
+    read = batches.reader(local.data.train, local.data.collate, local.device)
+    planned = options.steps or (options.epochs or 1) * batches.epoch_length(count, options.batch_size)
+    order = batches.shuffled(count, options.batch_size, torch.Generator().manual_seed(local.seed))
+    _train_mode(model, count, options.batch_size)
+
+    losses: list[torch.Tensor] = []
+    sizes: list[int] = []
+    for indices in order:
+        loss = checked_loss(local.task.loss(model, read(indices)))
+        _backward(loss, parameters)
+        with torch.no_grad():
+            if options.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
+            for hook in hooks:
+                hook.before_step(model, corrected)
+            optimiser.step()
+            for hook in hooks:
+                hook.after_step(model, corrected)
+        losses.append(loss.detach())
+        sizes.append(len(indices))
+        if len(losses) == planned or time.monotonic() >= deadline:
+            break
+    with torch.no_grad():
+        for hook in hooks:
+            hook.at_end(model, corrected)
+    for parameter in parameters:
+        parameter.grad = None
+
+    steps = len(losses)
+    local.progress.steps += steps
+    local.progress.complete &= steps == planned
+    sums = torch.stack(losses).to("cpu", torch.float64) * torch.tensor(sizes, dtype=torch.float64)
+    return Trained(
+        vectors=tensors_of.vectors(),
+        steps=steps,
+        mass=optimiser.mass,
+        complete=steps == planned,
+        metrics={"examples": float(sum(sizes)), "loss": float(sums.sum())},
+    )
 
 
 def gradient(local: Local, at: Vectors) -> Vector:
-    """∇f_i(w): the mean gradient over all local training data at `at`, flat, in the layout's trainable order."""
-    raise NotImplementedError
+    """∇f_i(w): the mean gradient over all local training data at `at`, flat, in the layout's trainable
+    order.
+
+    Taken in training mode, as the steps take theirs, in batches of `batch_size` in the data's order;
+    without weight decay and clipping. Leaves the model's buffers as they were. Raises `TaskError` as
+    `train` does."""
+    model, count = local.model, local.examples
+    seed_all(local.seed, local.device)
+    tensors_of = _Tensors(local)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    tensors_of.load(at)
+    read = batches.reader(local.data.train, local.data.collate, local.device)
+    _train_mode(model, count, local.options.batch_size)
+    total: list[torch.Tensor] | None = None
+    for indices in batches.split(torch.arange(count), local.options.batch_size):
+        loss = checked_loss(local.task.loss(model, read(indices)))
+        _backward(loss * (len(indices) / count), tensors_of.trainable)
+        grads = gradients(tensors_of.trainable)
+        if total is None:
+            total = grads
+        else:
+            torch._foreach_add_(total, grads)
+    assert total is not None  # data is never empty
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    for parameter in model.parameters():
+        parameter.grad = None
+    named = dict(zip(tensors_of.trainable_names, total, strict=True))
+    return local.layout.pack(named, Kind.TRAINABLE)
+
+
+def gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of `parameters`, to be changed in place."""
+    return [parameter.grad for parameter in parameters]  # type: ignore[misc]
+
+
+def tensors(local: Local, vector: Vector) -> list[torch.Tensor]:
+    """A trainable vector as tensors on the node's device, one for each parameter that a hook is given."""
+    return [tensor.to(local.device) for tensor in local.layout.unpack(vector, Kind.TRAINABLE).values()]
+
+
+def checked_loss(loss: object, needs_grad: bool = True) -> torch.Tensor:
+    """`loss` if it is what a task must return, else a `TaskError`."""
+    if not isinstance(loss, torch.Tensor):
+        raise TaskError(
+            f"loss() returned {type(loss).__name__}: return a tensor, the mean loss over the batch "
+            "(no .item(), no float())."
+        )
+    if loss.dim() != 0:
+        raise TaskError(
+            f"loss() returned a tensor of shape {tuple(loss.shape)}: return a scalar, the mean loss over the "
+            "batch (.mean(), or reduction='mean')."
+        )
+    if needs_grad and not loss.requires_grad:
+        raise TaskError(
+            "loss() returned a tensor without a gradient: compute it from model(x) with gradient recording "
+            "on (no .detach(), no torch.no_grad())."
+        )
+    return loss
+
+
+def seed_all(seed: int, device: str) -> None:
+    """Seed every global generator that task code may draw from: dropout, augmentation, a random split."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # Not torch.manual_seed: on a machine without a GPU it formats a stack trace for each call, 0.1 ms.
+    torch.default_generator.manual_seed(seed)
+    if device.startswith("cuda"):
+        torch.cuda.manual_seed_all(seed)
+
+
+class _Tensors:
+    """A model's tensors by kind, looked up once a round.
+
+    `optimised`: every parameter with a gradient, private ones too. `trainable`: those that are sent.
+    """
+
+    def __init__(self, local: Local) -> None:
+        self._layout = local.layout
+        self._state = local.model.state_dict(keep_vars=True)
+        self.trainable_names = [spec.name for spec in local.layout.of_kind(Kind.TRAINABLE)]
+        self.trainable: list[nn.Parameter] = [self._state[name] for name in self.trainable_names]
+        self.optimised = [parameter for parameter in local.model.parameters() if parameter.requires_grad]
+        self._sent = {MODEL: Kind.TRAINABLE}
+        if local.layout.size(Kind.STATISTIC):
+            self._sent[STATISTIC] = Kind.STATISTIC
+
+    def load(self, vectors: Vectors) -> None:
+        for name, kind in self._sent.items():
+            self._layout.copy_into(self._state, vectors[name], kind)
+
+    def vectors(self) -> Vectors:
+        return {name: self._layout.pack(self._state, kind) for name, kind in self._sent.items()}
+
+
+class _SGD:
+    """torch.optim.SGD's arithmetic, bit for bit, without its bookkeeping a step; counts the mass."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], options: LocalOptions) -> None:
+        self._parameters: list[torch.Tensor] = list(parameters)
+        self._options = options
+        self._buffers: list[torch.Tensor] | None = None
+        self._weight = 0.0
+        self.mass = 0.0
+
+    def step(self) -> None:
+        options = self._options
+        moves = gradients(self._parameters)
+        if options.weight_decay:
+            torch._foreach_add_(moves, self._parameters, alpha=options.weight_decay)
+        if options.momentum:
+            if self._buffers is None:
+                self._buffers = [move.clone() for move in moves]
+            else:
+                torch._foreach_mul_(self._buffers, options.momentum)
+                torch._foreach_add_(self._buffers, moves)
+            moves = self._buffers
+        torch._foreach_add_(self._parameters, moves, alpha=-options.lr)
+        self._weight = options.momentum * self._weight + 1.0
+        self.mass += options.lr * self._weight
+
+
+def _backward(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Fresh gradients of `loss` in all of `parameters`: zeros where it does not depend on one, dense
+    throughout."""
+    for parameter in parameters:
+        parameter.grad = None
+    loss.backward()  # type: ignore[no-untyped-call]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+
+
+def _train_mode(model: nn.Module, count: int, batch_size: int) -> None:
+    model.train()
+    if count == 1 or batch_size == 1:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()

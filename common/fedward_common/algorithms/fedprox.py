@@ -1,0 +1,51 @@
+"""FedProx: a pull back to the global model in every local step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from fedward_common.algorithms.base import DELTA, MODEL, AlgorithmOptions, Cohort, ServerState, moved
+from fedward_common.algorithms.fedavg import LocalSGD, ServerLR, advanced
+from fedward_common.algorithms.training import Hook, Local, gradients, tensors
+from fedward_common.update import Update, Vectors
+
+
+class FedProxOptions(AlgorithmOptions):
+    """`[algorithm] name = "fedprox"`."""
+
+    name: Literal["fedprox"] = "fedprox"
+    mu: float = Field(default=0.01, ge=0, description="weight μ of the proximal term μ/2 ‖y − w‖²")
+    server_lr: ServerLR = 1.0
+
+
+class FedProx(LocalSGD[FedProxOptions]):
+    """Li et al. 2020 (MLSys), Alg. 2: local steps on f_i(y) + μ/2 ‖y − w‖², w frozen at the round's start.
+
+    Partial work counts: with `local.max_seconds` a slow node contributes the steps it did, at its full
+    weight n_i."""
+
+    Options = FedProxOptions
+    neutral: ClassVar[Mapping[str, Any]] = {"mu": 0.0}
+
+    def hooks(self, local: Local, message: Vectors) -> Sequence[Hook]:
+        if not self.options.mu:
+            return ()
+        return (_Proximal(self.options.mu, tensors(local, message[MODEL])),)
+
+    def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
+        return advanced(server, mean, moved(server.model, mean.groups[DELTA], self.options.server_lr))
+
+
+class _Proximal(Hook):
+    def __init__(self, mu: float, anchor: list[torch.Tensor]) -> None:
+        self._mu = mu
+        self._anchor = anchor
+
+    def before_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        drift = torch._foreach_sub(list(parameters), self._anchor)
+        torch._foreach_add_(gradients(parameters), drift, alpha=self._mu)
