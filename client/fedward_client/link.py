@@ -7,6 +7,7 @@ revoked it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping
@@ -17,8 +18,11 @@ from typing import Any
 import grpc
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-from flwr.app import Message
-from flwr.app.message import remove_content_from_message
+from fedward_common.errors import FedwardError
+from fedward_common.messages import Purpose, Reply, Request
+from fedward_common.records import message_to_request, reply_to_message
+from flwr.app import Message, Metadata, RecordDict
+from flwr.app.message import make_message, remove_content_from_message
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
 from flwr.common.serde import fab_from_proto, message_from_proto, message_to_proto, run_from_proto
 from flwr.proto.fab_pb2 import GetFabRequest
@@ -44,8 +48,6 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
-from fedward_common.errors import FedwardError
 
 _SMALL = 15.0
 """Seconds for a call that carries no tensor."""
@@ -79,6 +81,75 @@ class RunInfo:
     flower_run: int
     bundle_sha256: str
     settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What is needed to answer a message, in JSON's types: kept on disk until the answer has left."""
+
+    flower_run: int
+    message_id: str
+    source: int
+    destination: int
+    group: str
+    created_at: float
+    ttl: float
+    message_type: str
+    source_task: int | None
+    destination_task: int | None
+    purpose: str
+    run: str
+    round: int
+    attempt: int
+
+    @classmethod
+    def of(cls, metadata: Metadata, request: Request) -> Ticket:
+        """The ticket of a received message."""
+        return cls(
+            metadata.run_id,
+            metadata.message_id,
+            metadata.src_node_id,
+            metadata.dst_node_id,
+            metadata.group_id,
+            metadata.created_at,
+            metadata.ttl,
+            metadata.message_type,
+            metadata.src_task_id,
+            metadata.dst_task_id,
+            request.purpose.value,
+            request.run,
+            request.round,
+            request.attempt,
+        )
+
+    def message(self) -> Message:
+        """A message without content that a reply can refer to."""
+        metadata = Metadata(
+            run_id=self.flower_run,
+            message_id=self.message_id,
+            src_node_id=self.source,
+            dst_node_id=self.destination,
+            reply_to_message_id="",
+            group_id=self.group,
+            created_at=self.created_at,
+            ttl=self.ttl,
+            message_type=self.message_type,
+            src_task_id=self.source_task,
+            dst_task_id=self.destination_task,
+        )
+        return make_message(metadata=metadata, content=RecordDict())
+
+    def request(self) -> Request:
+        """The request without its vectors: enough to refuse it."""
+        return Request(Purpose(self.purpose), self.run, self.round, self.attempt)
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A request with the ticket to answer it."""
+
+    request: Request
+    ticket: Ticket
 
 
 class Link:
@@ -126,7 +197,9 @@ class Link:
             response = self._call(self._stub.ActivateNode, request)
         except _ActivationFailed:
             if not self._node.node_id:
-                raise LinkRefused("the server does not know this node's key: it was revoked or never enrolled") from None
+                raise LinkRefused(
+                    "the server does not know this node's key: it was revoked or never enrolled"
+                ) from None
             self._end_stale_session()
             try:
                 response = self._call(self._stub.ActivateNode, request)
@@ -157,8 +230,8 @@ class Link:
                 self._refusal = refused
                 return
 
-    def receive(self) -> Message | None:
-        """The next message for this node, whole, or None."""
+    def receive(self) -> Incoming | None:
+        """The next request for this node, or None. Raises `RecordError` for a message that is no request of ours."""
         if self._refusal is not None:
             raise self._refusal
         response = self._call(self._stub.PullMessages, PullMessagesRequest(node=self._node))
@@ -176,8 +249,8 @@ class Link:
         )
         message = inflate_object_from_contents(message_id, contents)
         assert isinstance(message, Message)
-        message.metadata.__dict__["_message_id"] = message_id
-        return message
+        request = message_to_request(message)
+        return Incoming(request, Ticket.of(envelope.metadata, request))
 
     def _pull(self, run: int, object_id: str) -> bytes:
         request = PullObjectRequest(node=self._node, run_id=run, object_id=object_id)
@@ -195,20 +268,21 @@ class Link:
             time.sleep(delay)
             delay = min(2 * delay, 1.0)
 
-    def send(self, reply: Message) -> None:
+    def send(self, reply: Reply, ticket: Ticket) -> None:
         """Announce a reply and upload its objects; each object is tried again on a passing error."""
+        message = reply_to_message(reply, ticket.message())
         with no_object_id_recompute():
-            reply.metadata.__dict__["_message_id"] = reply.object_id
-            objects = get_all_nested_objects(reply)
+            message.metadata.__dict__["_message_id"] = message.object_id
+            objects = get_all_nested_objects(message)
             request = PushMessagesRequest(
                 node=self._node,
-                messages_list=[message_to_proto(remove_content_from_message(reply))],
-                message_object_trees=[get_object_tree(reply)],
+                messages_list=[message_to_proto(remove_content_from_message(message))],
+                message_object_trees=[get_object_tree(message)],
                 clientapp_runtime_list=[0.0],
             )
             response = self._again(self._stub.PushMessages, request, _SMALL)
             wanted = set(response.objects_to_push)
-            run = reply.metadata.run_id
+            run = message.metadata.run_id
             for object_id in list(objects):
                 item = objects.pop(object_id)
                 if object_id not in wanted:
@@ -254,11 +328,9 @@ class Link:
         """Tell the server that the node goes, if it can be reached, and close the channel."""
         self._closed.set()
         if self._node.node_id:
-            try:
+            # If the server does not hear it, the lease runs out by itself.
+            with contextlib.suppress(LinkDown, LinkRefused):
                 self._call(self._stub.DeactivateNode, DeactivateNodeRequest(node_id=self._node.node_id), 2.0)
-            except FedwardError:
-                # The lease runs out by itself.
-                pass
         self._channel.close()
 
     def _call(self, call: Any, request: Any, seconds: float = _SMALL) -> Any:
@@ -284,7 +356,9 @@ def _translate(error: grpc.RpcError) -> FedwardError:
             return RunGone(text)
     if code == grpc.StatusCode.UNAUTHENTICATED:
         if "timestamp" in text.lower():
-            return LinkRefused("this node's clock and the server's differ too much: set the clock (NTP) and start again")
+            return LinkRefused(
+                "this node's clock and the server's differ too much: set the clock (NTP) and start again"
+            )
         return LinkRefused(f"the server refuses this node ({text}): it was revoked, or its key was replaced")
     if code == grpc.StatusCode.UNAVAILABLE and "certificate" in text.lower():
         return LinkRefused(f"the server's certificate does not fit the CA pinned at enrolment: {text}")

@@ -46,6 +46,8 @@ class Reason(StrEnum):
     NOTHING_HELD = "nothing_held"
     BAD_REQUEST = "bad_request"
     INTERNAL = "internal"
+    RESTARTED = "restarted"
+    """The node was restarted while it worked on the request."""
     # Seen by the server only:
     NO_REPLY = "no_reply"
     UPLOAD_LOST = "upload_lost"

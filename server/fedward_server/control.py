@@ -9,6 +9,7 @@ from typing import Any, Literal
 import httpx
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from fedward_common.errors import FedwardError
 from flwr.common.constant import Status
 from flwr.common.serde import fab_to_proto, user_config_to_proto
 from flwr.proto.control_pb2 import (
@@ -25,7 +26,6 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from fedward_common.errors import FedwardError
 from fedward_server.paths import ServerPaths
 
 RunState = Literal["pending", "starting", "running", "finished"]
@@ -81,7 +81,9 @@ class Control:
         key = load_ssh_public_key(public_key)
         if not isinstance(key, EllipticCurvePublicKey):
             raise ControlError(f"a node's Flower key must be an EC key, this is {type(key).__name__}")
-        return int(self._call("RegisterNode", RegisterNodeRequest(public_key=public_key_to_bytes(key))).node_id)
+        return int(
+            self._call("RegisterNode", RegisterNodeRequest(public_key=public_key_to_bytes(key))).node_id
+        )
 
     def unregister_node(self, flower_id: int) -> None:
         """Cut a node off at once; its key can never come back."""
@@ -91,8 +93,7 @@ class Control:
         """All nodes that the SuperLink knows."""
         nodes = self._call("ListNodes", ListNodesRequest()).nodes_info
         return [
-            ControlNode(int(node.node_id), str(node.status), str(node.last_activated_at))
-            for node in nodes
+            ControlNode(int(node.node_id), str(node.status), str(node.last_activated_at)) for node in nodes
         ]
 
     def start_run(self, fab: bytes, config: Mapping[str, str | int]) -> int:

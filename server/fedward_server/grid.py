@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import httpx
+from fedward_common.messages import Failure, Reason, Reply, Request
+from fedward_common.records import RecordError, array_record, message_to_reply, request_to_message
+from fedward_common.roster import KIND as ROSTER_KIND
+from fedward_common.roster import Roster
+from fedward_common.update import Vector
 from flwr.app import ArrayRecord, Message
 from flwr.proto.message_pb2 import (
     ConfirmMessageReceivedRequest,
@@ -27,11 +32,6 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.superlink.grid import HttpGrid
 
-from fedward_common.messages import Failure, Reason, Reply, Request
-from fedward_common.records import RecordError, array_record, message_to_reply, request_to_message
-from fedward_common.roster import KIND as ROSTER_KIND
-from fedward_common.roster import Roster
-from fedward_common.update import Vector
 from fedward_server.transport import Peer
 
 _FASTEST = 0.01

@@ -1,0 +1,236 @@
+"""The guard: the node's trusted process. Holds the identity, the link, the policy, the journal and the state; task
+code runs in workers. Receives while workers train, so that a short message of one run never waits for another's
+training."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedward_common.errors import FedwardError
+from fedward_common.local import Done, Work
+from fedward_common.messages import Failure, Purpose, Reason, Request
+from fedward_common.node import Participant, Refused
+from fedward_common.records import RecordError
+from fedward_common.roster import RosterError
+from fedward_common.signing import SignatureError
+from fedward_common.worker.parent import Workers
+from fedward_common.worker.setup import Setup
+
+from fedward_client.approval import Approvals
+from fedward_client.incidents import Incidents
+from fedward_client.inflight import Inflight
+from fedward_client.journal import Journal
+from fedward_client.link import Incoming, Link, LinkDown, LinkRefused, RunGone, RunInfo
+from fedward_client.membership import Membership
+from fedward_client.pace import Backoff, Pace
+from fedward_client.policy import Policy
+from fedward_client.session import Session, admit, parse_envelope, record, refuse
+from fedward_client.settings import NodeSettings
+from fedward_client.state import FileStore
+from fedward_client.status import StatusFile
+
+log = logging.getLogger("fedward.node")
+
+
+@dataclass(frozen=True)
+class _Papers:
+    """The papers of one run, from the link."""
+
+    link: Link
+    info: RunInfo
+
+    def manifest(self) -> Mapping[str, Any]:
+        return parse_envelope(self.info.settings)
+
+    def bundle_sha256(self) -> str:
+        return self.info.bundle_sha256
+
+    def bundle(self) -> bytes:
+        return self.link.bundle(self.info)
+
+
+class Guard:
+    """Serves runs until told to stop. `member` says who this node is, `settings` what its admin configured."""
+
+    def __init__(self, member: Membership, settings: NodeSettings, policy: Policy) -> None:
+        self._member = member
+        self._settings = settings
+        self._policy = policy
+        paths = member.paths
+        self._approvals = Approvals(paths)
+        self._journal = Journal(paths.journal)
+        self._incidents = Incidents(paths.log)
+        self._inflight = Inflight(paths.root / "inflight")
+        self._status = StatusFile(paths.root / "status.json")
+        self._workers = Workers()
+        self._sessions: dict[str, Session] = {}
+        self._lanes: dict[int, _Lane] = {}
+        self._lock = threading.Lock()
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set. Raises `LinkRefused` when the server will not have this node any more."""
+        backoff = Backoff()
+        link = self._member.link()
+        try:
+            while not stop.is_set():
+                try:
+                    flower_id = link.connect()
+                    backoff.reset()
+                    self._status.write(state="connected", flower_id=str(flower_id))
+                    log.info("connected to %s as %s", self._member.server, self._member.name)
+                    self._answer_interrupted(link)
+                    self._receive(link, stop)
+                except LinkDown as down:
+                    wait = backoff.seconds()
+                    self._status.write(state="disconnected", reason=str(down))
+                    log.warning("server not reachable (%s); trying again in %.1f s", down, wait)
+                    stop.wait(wait)
+        except LinkRefused as refused:
+            self._status.write(state="refused", reason=str(refused))
+            raise
+        finally:
+            self._workers.close_all()
+            link.close()
+        self._status.write(state="stopped")
+
+    def _receive(self, link: Link, stop: threading.Event) -> None:
+        pace = Pace()
+        while not stop.is_set():
+            try:
+                incoming = link.receive()
+            except (RunGone, RecordError) as void:
+                log.warning("a message is void: %s", void)
+                continue
+            if incoming is None:
+                stop.wait(pace.seconds(in_run=bool(self._sessions)))
+                continue
+            pace.busy()
+            self._inflight.add(incoming.ticket)
+            self._lane(link, incoming.ticket.flower_run).put(incoming)
+
+    def _lane(self, link: Link, flower_run: int) -> _Lane:
+        with self._lock:
+            lane = self._lanes.get(flower_run)
+            if lane is None or not lane.alive:
+                lane = self._lanes[flower_run] = _Lane(
+                    lambda incoming: self._handle(link, incoming), flower_run
+                )
+            return lane
+
+    def _handle(self, link: Link, incoming: Incoming) -> None:
+        request, ticket = incoming.request, incoming.ticket
+        log.info("run %s round %d: %s", request.run[:8], request.round, request.purpose.value)
+        try:
+            reply = self._session(link, ticket.flower_run, request).answer(request)
+        except Refused as refused:
+            reply = refuse(request, refused.failure)
+            record(self._journal, request, reply)
+        if reply.failure is not None:
+            log.warning("run %s round %d: %s", request.run[:8], request.round, reply.failure)
+        try:
+            link.send(reply, ticket)
+        except RunGone as gone:
+            log.info("run %s is over, its reply is dropped: %s", request.run[:8], gone)
+        self._inflight.remove(ticket)
+
+    def _session(self, link: Link, flower_run: int, request: Request) -> Session:
+        """The open session of the request's run; the first request of a run (or after a restart) opens it."""
+        if request.purpose is Purpose.PREPARE and "roster" in request.settings:
+            self._accept_roster(request.settings["roster"])
+        session = self._sessions.get(request.run)
+        if session is not None and request.purpose is not Purpose.PREPARE:
+            return session
+        papers = _Papers(link, link.run_info(flower_run))
+        admitted = admit(papers, self._member.roster(), self._policy, self._approvals, self._member.name)
+        if admitted.manifest.run != request.run:
+            raise Refused(
+                Failure(Reason.MANIFEST_INVALID, "the request names another run than the signed manifest")
+            )
+        if session is not None:
+            return session
+        run = request.run
+        config = admitted.config
+        run_dir = self._member.paths.run(run)
+        setup = Setup(
+            config=config.model_dump_json(),
+            bundle=self._approvals.unpacked(admitted.manifest.bundle),
+            node=self._member.name,
+            scratch=run_dir / "scratch",
+            log=self._member.paths.log / f"worker-{run[:12]}.log",
+            data=self._settings.data,
+            device=self._settings.node.device,
+            threads=self._settings.node.threads,
+            read=self._settings.readable(),
+            private=self._member.paths.private(),
+            sandboxed=not self._policy.allow_unsandboxed_worker,
+            max_memory=self._policy.max_memory_bytes,
+        )
+
+        def execute(work: Work) -> Done:
+            seconds = self._policy.seconds_for(work.seconds)
+            return self._workers.do(run, setup, work, seconds)
+
+        store = FileStore(run_dir / "state")
+        session = Session(
+            admitted,
+            Participant(config, store, execute),
+            self._policy,
+            self._journal,
+            self._incidents,
+            on_finish=lambda: self._close(run),
+        )
+        self._sessions[run] = session
+        self._status.write(state="connected", runs=sorted(self._sessions))
+        return session
+
+    def _close(self, run: str) -> None:
+        self._sessions.pop(run, None)
+        self._workers.close(run)
+        self._status.write(state="connected", runs=sorted(self._sessions))
+
+    def _accept_roster(self, envelope: Mapping[str, Any]) -> None:
+        try:
+            self._member.accept_roster(envelope)
+        except (SignatureError, RosterError) as error:
+            raise Refused(Failure(Reason.MANIFEST_INVALID, f"roster refused: {error}")) from error
+
+    def _answer_interrupted(self, link: Link) -> None:
+        """Tell the server about requests that a killed predecessor took and never answered, so that no round
+        waits for them until its deadline."""
+        for ticket in self._inflight.left_over():
+            try:
+                link.send(refuse(ticket.request(), Failure(Reason.RESTARTED)), ticket)
+            except RunGone:
+                log.info("run %s of an interrupted request is over", ticket.run[:8])
+            self._inflight.remove(ticket)
+
+
+class _Lane:
+    """One run's requests, in order, on a thread of their own."""
+
+    def __init__(self, handle: Any, flower_run: int) -> None:
+        self._queue: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+        self._handle = handle
+        self._thread = threading.Thread(target=self._work, name=f"run-{flower_run}", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def put(self, incoming: Incoming) -> None:
+        self._queue.put(incoming)
+
+    def _work(self) -> None:
+        while True:
+            incoming = self._queue.get()
+            try:
+                self._handle(incoming)
+            except FedwardError as error:
+                # The link is down: the ticket stays on disk and is answered after the next connect.
+                log.error("a request got no answer yet: %s", error)
