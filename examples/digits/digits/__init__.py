@@ -1,0 +1,1 @@
+"""Handwritten digits at five sites."""

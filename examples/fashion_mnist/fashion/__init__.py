@@ -1,0 +1,1 @@
+"""Fashion-MNIST, split by Dirichlet over the classes."""

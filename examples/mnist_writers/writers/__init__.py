@@ -1,0 +1,1 @@
+"""MNIST by the people who wrote it."""

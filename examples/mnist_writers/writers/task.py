@@ -1,0 +1,44 @@
+"""MNIST by real writer: each node holds the digits of a group of people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from fedward_common.task import Data
+from torch import nn
+from torch.utils.data import TensorDataset
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Writers:
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU(),
+            nn.Flatten(), nn.Linear(256, 10),
+        )  # fmt: skip
+
+    def data(self, config: Mapping[str, Any]) -> Data:
+        """[data]: path (npz), partition, partitions; split = "test" for the writers that nobody trains on."""
+        split = config.get("split", "train")
+        with np.load(config["path"]) as file:
+            writer = file[f"{split}_writer"]
+            group = np.unique(writer)[config["partition"] :: config["partitions"]]
+            mine = np.isin(writer, group)
+            x, y = file[f"{split}_x"][mine], file[f"{split}_y"][mine]
+        last = np.arange(len(y)) % 5 == 4
+        return Data(train=dataset(x[~last], y[~last]), test=dataset(x[last], y[last]))
+
+    def loss(self, model: nn.Module, batch: Pair) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    def metrics(self, model: nn.Module, batch: Pair) -> dict[str, torch.Tensor]:
+        x, y = batch
+        return {"accuracy": (model(x).argmax(1) == y).float().mean()}
+
+
+def dataset(x: np.ndarray, y: np.ndarray) -> TensorDataset:
+    return TensorDataset(torch.tensor(x[:, None], dtype=torch.float32) / 255, torch.tensor(y, dtype=torch.int64))
