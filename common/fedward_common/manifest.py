@@ -62,7 +62,7 @@ class Manifest(BaseModel):
         """Raises `ManifestError` unless `data` is the bundle that was signed."""
         digest = hashlib.sha256(data).hexdigest()
         if digest != self.bundle:
-            raise ManifestError(f"the bundle is {digest[:12]}, the manifest says {self.bundle[:12]} (SHA-256).")
+            raise ManifestError(f"the bundle is {digest[:12]}, the manifest says {self.bundle[:12]}.")
 
     def check_initial(self, data: bytes | None) -> None:
         """Raises `ManifestError` unless `data` is the starting model that was signed (None: none)."""
