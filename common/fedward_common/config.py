@@ -22,7 +22,8 @@ from fedward_common.algorithms.base import AlgorithmOptions
 from fedward_common.algorithms.registry import ALGORITHMS, parse_options
 from fedward_common.algorithms.training import LocalOptions
 from fedward_common.errors import ConfigError
-from fedward_common.explain import NestedError, explain, show
+from fedward_common.explain import NestedError, Source, show
+from fedward_common.explain import explain as explain
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?$")]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
@@ -50,15 +51,9 @@ class CohortOptions(_Table):
     tags: tuple[Name, ...] = Field(default=(), description="only nodes that carry all of these tags")
     size: int | None = Field(default=None, ge=1, description="nodes drawn for a round; default all")
     min_nodes: int = Field(default=1, ge=1, description="nodes that must be ready before round 1")
-    quorum: int | None = Field(
-        default=None, ge=1, description="updates needed; default half of the cohort, rounded up"
-    )
-    deadline: Seconds = Field(
-        default=600.0, description="seconds after which a round closes with what has arrived"
-    )
-    wait: Seconds = Field(
-        default=600.0, description="seconds to wait for min_nodes (online, bundle approved)"
-    )
+    quorum: int | None = Field(default=None, ge=1, description="updates needed; default half of the cohort, rounded up")
+    deadline: Seconds = Field(default=600.0, description="seconds after which a round closes with what has arrived")
+    wait: Seconds = Field(default=600.0, description="seconds to wait for min_nodes (online, bundle approved)")
     max_failed_rounds: int = Field(
         default=3, ge=1, description="the run ends after so many rounds without quorum in a row"
     )
@@ -72,20 +67,12 @@ class CohortOptions(_Table):
 class EvaluationOptions(_Table):
     """The `[evaluation]` table."""
 
-    every: int = Field(
-        default=1, ge=0, description="evaluate on the nodes' test data every so many rounds; 0: never"
-    )
+    every: int = Field(default=1, ge=0, description="evaluate on the nodes' test data every so many rounds; 0: never")
     holdout: tuple[Name, ...] = Field(default=(), description="nodes never trained on, evaluated only")
     central: bool = Field(default=False, description="evaluate on the server with the task's central_data()")
-    stop_metric: str | None = Field(
-        default=None, description="early stopping: name of an evaluation metric, or 'loss'"
-    )
-    stop_mode: Literal["max", "min"] = Field(
-        default="max", description="whether more or less of stop_metric is better"
-    )
-    stop_patience: int = Field(
-        default=5, ge=1, description="evaluations without improvement before the run ends"
-    )
+    stop_metric: str | None = Field(default=None, description="early stopping: name of an evaluation metric, or 'loss'")
+    stop_mode: Literal["max", "min"] = Field(default="max", description="whether more or less of stop_metric is better")
+    stop_patience: int = Field(default=5, ge=1, description="evaluations without improvement before the run ends")
     stop_min_delta: float = Field(default=0.0, ge=0, description="a smaller gain does not count")
 
 
@@ -100,12 +87,8 @@ class RunConfig(_Table):
     local: LocalOptions
     cohort: CohortOptions = CohortOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
-    initial_model: str | None = Field(
-        default=None, description="safetensors file to start from (path beside the TOML)"
-    )
-    tags: tuple[Name, ...] = Field(
-        default=(), description="what the run is for; nodes' policies may ask for some"
-    )
+    initial_model: str | None = Field(default=None, description="safetensors file to start from (path beside the TOML)")
+    tags: tuple[Name, ...] = Field(default=(), description="what the run is for; nodes' policies may ask for some")
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
@@ -122,10 +105,7 @@ class RunConfig(_Table):
 
 def _cohort_problem(cohort: CohortOptions) -> str | None:
     if len(set(cohort.nodes)) != len(cohort.nodes):
-        return (
-            f"cohort.nodes = {show(cohort.nodes)} names a node twice: each node counts once. "
-            "Remove the repeats."
-        )
+        return f"cohort.nodes = {show(cohort.nodes)} names a node twice: each node counts once. Remove the repeats."
     if cohort.size is not None and cohort.quorum is not None and cohort.quorum > cohort.size:
         return (
             f"cohort.quorum = {cohort.quorum} is more than cohort.size = {cohort.size}: no round could "
@@ -204,7 +184,8 @@ def parse_config(tables: dict[str, Any]) -> RunConfig:
         # By way of JSON: strict there still reads a list as a tuple.
         return RunConfig.model_validate_json(json.dumps({**run, **rest}, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError(explain(error, RunConfig)) from error
+        source = Source(RunConfig, "the run's TOML", "; 'fedward plan --keys' lists all keys")
+        raise ConfigError(explain(error, source)) from error
 
 
 def load_config(path: Path) -> RunConfig:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-
-LIST_KEYS = "'fedward plan --keys' lists all keys"
 
 # Error type -> rule and way out; filled with the error's own context.
 _RULES: dict[str, str] = {
@@ -30,17 +29,26 @@ _RULES: dict[str, str] = {
 }
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: Sequence[str | int] = ()) -> str:
-    """`error` as lines. `model` is what was validated (its fields give the suggestions); `prefix` stands
-    before each field's name."""
+@dataclass(frozen=True)
+class Source:
+    """What was validated. model: its fields give the suggestions. file: where keys are written. help: where all
+    keys are listed."""
+
+    model: type[BaseModel] | None = None
+    file: str = "the file"
+    help: str = ""
+
+
+def explain(error: ValidationError, source: Source = Source(), prefix: Sequence[str | int] = ()) -> str:
+    """`error` as lines; `prefix` stands before each field's name."""
     lines: list[str] = []
     for item in error.errors(include_url=False):
         nested = item.get("ctx", {}).get("error")
         location = [*prefix, *item["loc"]]
         if isinstance(nested, NestedError):
-            lines.append(explain(nested.error, nested.model, location))
+            lines.append(explain(nested.error, replace(source, model=nested.model), location))
             continue
-        lines.append(_line(item, location, _fields_at(model, item["loc"])))
+        lines.append(_line(item, location, source, _fields_at(source.model, item["loc"])))
     return "\n".join(lines)
 
 
@@ -53,13 +61,13 @@ class NestedError(ValueError):
         self.model = model
 
 
-def _line(item: Any, location: Sequence[str | int], known: Iterable[str]) -> str:
+def _line(item: Any, location: Sequence[str | int], source: Source, known: Iterable[str]) -> str:
     field = dotted(location)
     value, kind, context = item["input"], item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"{field} = {show(value)}: unknown key. {_suggest(str(location[-1]), known)}"
+        return f"{field} = {show(value)}: unknown key. {_suggest(str(location[-1]), source, known)}"
     if kind == "missing":
-        return f"{field}: missing. Add it to the run's TOML; {LIST_KEYS}."
+        return f"{field}: missing. Add it to {source.file}{source.help}."
     if kind == "string_pattern_mismatch":
         rule = _pattern_rule(str(context.get("pattern", "")))
     elif kind in _RULES:
@@ -76,22 +84,20 @@ def _pattern_rule(pattern: str) -> str:
     if ":" in pattern:
         return "must be 'module:Class' of the bundle. Write for example \"digits.task:Digits\"."
     return (
-        "must be 1 to 64 lower-case letters, digits, '.', '_' or '-', a letter or digit first and last. "
-        "Rename it so."
+        "must be 1 to 64 lower-case letters, digits, '.', '_' or '-', a letter or digit first and last. Rename it so."
     )
 
 
-def _suggest(key: str, known: Iterable[str]) -> str:
+def _suggest(key: str, source: Source, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(key, list(known), n=1)
-    return (
-        f"Did you mean {close[0]!r}? Correct or remove it; {LIST_KEYS}."
-        if close
-        else (f"Correct or remove it; {LIST_KEYS}.")
-    )
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{guess}Correct or remove it{source.help}."
 
 
-def _fields_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+def _fields_at(model: type[BaseModel] | None, location: Sequence[str | int]) -> list[str]:
     """Keys of the table in which the last part of `location` stands."""
+    if model is None:
+        return []
     here: type[BaseModel] = model
     for part in location[:-1]:
         field = here.model_fields.get(str(part))
