@@ -141,6 +141,13 @@ class _LastRounds:
 
     def of(self, paths: RunPaths) -> int:
         """0 before the first round."""
+        return self._read(paths)[1]
+
+    def end(self, paths: RunPaths) -> int:
+        """The offset behind the last whole event (a torn line behind it is cut off by the next writer)."""
+        return self._read(paths)[0]
+
+    def _read(self, paths: RunPaths) -> tuple[int, int]:
         with self._lock:
             offset, done = self._seen.get(paths.events, (0, 0))
             for event, behind in read_events(paths.events, offset):
@@ -148,7 +155,7 @@ class _LastRounds:
                 if event["event"] == "round":
                     done = int(event["round"])
             self._seen[paths.events] = (offset, done)
-            return done
+            return offset, done
 
 
 class RunManager:
@@ -393,8 +400,7 @@ class RunManager:
         before = Attempt.read(paths)
         done = self._rounds.of(paths)
         progress = before.at_epoch == 0 or done > before.round
-        size = paths.events.stat().st_size if paths.events.exists() else 0
-        Attempt(epoch, size, done, epoch if progress else before.at_epoch).write(paths)
+        Attempt(epoch, self._rounds.end(paths), done, epoch if progress else before.at_epoch).write(paths)
 
     def _follow(self, run_id: str) -> None:
         with self._store.transaction() as session:
@@ -420,8 +426,7 @@ class RunManager:
             attempt = Attempt.read(paths)
             if attempt.epoch != run.epoch:
                 # The process died before the attempt was written: nothing has been said in it.
-                size = paths.events.stat().st_size if paths.events.exists() else 0
-                return _Tail(size)
+                return _Tail(self._rounds.end(paths))
             self._tails[key] = _Tail(attempt.offset)
         return self._tails[key]
 
