@@ -94,7 +94,7 @@ class Guard:
             self._status.write(state="refused", reason=str(refused))
             raise
         finally:
-            self._workers.close_all()
+            self._workers.close()
             link.close()
         self._status.write(state="stopped")
 
@@ -173,7 +173,7 @@ class Guard:
 
         def execute(work: Work) -> Done:
             seconds = self._policy.seconds_for(work.seconds)
-            return self._workers.do(run, setup, work, seconds)
+            return self._workers.do(run, setup, work, seconds, wait=seconds)
 
         store = FileStore(run_dir / "state")
         session = Session(
@@ -190,7 +190,7 @@ class Guard:
 
     def _close(self, run: str) -> None:
         self._sessions.pop(run, None)
-        self._workers.close(run)
+        self._workers.release(run)
         self._status.write(state="connected", runs=sorted(self._sessions))
 
     def _accept_roster(self, envelope: Mapping[str, Any]) -> None:

@@ -1,0 +1,78 @@
+"""The ServerApp of every Fedward run: what a bundle's `serverapp = "fedward_server.app:app"` names.
+
+Only our code runs in this process. What the task contributes (the model, central evaluation) runs in a sandboxed
+worker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from fedward_common.config import RunConfig
+from fedward_common.errors import FedwardError
+from fedward_common.manifest import Manifest
+from fedward_common.update import Vectors
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedward_server.events import EventLog
+from fedward_server.fencing import take_over
+from fedward_server.grid import FlowerTransport, RosterDirectory
+from fedward_server.paths import RunPaths, ServerPaths
+from fedward_server.rounds import Rounds
+from fedward_server.strategy import sum_algorithm
+from fedward_server.taskhost import TaskHost
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run one attempt at a run: take it over, build the model, run the rounds."""
+    paths = ServerPaths.default()
+    manifest = _manifest(context)
+    run = paths.run(manifest.run)
+    ownership = take_over(run, int(str(context.run_config["fedward-epoch"])))
+    log = EventLog(run.events)
+    try:
+        _rounds(grid, paths, run, manifest.run_config(), ownership.epoch, log)
+    except FedwardError as error:
+        # Trying again would end the same way; a crash of any other kind is resumed by the service.
+        log.append("run_finished", status="failed", reason=str(error), round=0, best_round=None, seconds=0.0)
+    finally:
+        ownership.release()
+
+
+def _manifest(context: Context) -> Manifest:
+    # The service verified the signature before it submitted the run; each node does so itself.
+    envelope = json.loads(str(context.run_config["fedward-manifest"]))
+    return Manifest.model_validate_json(envelope["manifest"])
+
+
+def _rounds(
+    grid: Grid, paths: ServerPaths, run: RunPaths, config: RunConfig, epoch: int, log: EventLog
+) -> None:
+    host = TaskHost(config, paths, run, data={})
+    try:
+        layout, initial = host.initial(run.initial if run.initial.exists() else None)
+        if not config.evaluation.central:
+            host.close()
+
+        def central(vectors: Vectors) -> Mapping[str, float]:
+            return host.evaluate(0, vectors, config.cohort.deadline)
+
+        Rounds(
+            config=config,
+            algorithm=sum_algorithm(config),
+            layout=layout,
+            initial=initial,
+            transport=FlowerTransport(grid, RosterDirectory(paths.roster)),
+            paths=run,
+            epoch=epoch,
+            log=log,
+            central=central if config.evaluation.central else None,
+            prepare_settings={"roster": json.loads(paths.roster.read_text())},
+        ).run()
+    finally:
+        host.close()
