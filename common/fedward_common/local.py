@@ -214,8 +214,8 @@ class LocalRunner:
         make = getattr(self._task, "central_data", None)
         if not callable(make):
             raise TaskError(
-                f"evaluation.central needs central_data(config) -> Data in {type(self._task).__name__}: add it, "
-                "or set evaluation.central = false."
+                f"evaluation.central needs central_data(config) -> Data in {type(self._task).__name__}: "
+                "add it, or set evaluation.central = false."
             )
         seed_all(self._config.seed, "cpu")
         return _flattened(check_data(make(self._data_config)))

@@ -49,51 +49,6 @@ class Task(Protocol):
     that is None).
     """
 
-    def model(self) -> nn.Module: ...
-        def data(self, config) -> Data: ...                  # from the node's own [data] table
-        def loss(self, model, batch) -> torch.Tensor: ...    # mean over the batch
-        def metrics(self, model, batch) -> dict[str, float]: ...  # means over the batch
-"""
-
-from __future__ import annotations
-
-import importlib
-import sys
-from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
-from inspect import signature
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-import torch
-from torch import nn
-from torch.utils.data import Dataset
-
-from fedward_common.errors import TaskError
-
-Batch = Any
-
-
-class NoDataError(TaskError):
-    """This node has no example to train on."""
-
-
-@dataclass(frozen=True)
-class Data:
-    """A node's data. Both are map-style PyTorch datasets; `test` may be None. `collate` joins samples into a
-    batch (PyTorch's default if None)."""
-
-    train: Dataset[Any]
-    test: Dataset[Any] | None = None
-    collate: Callable[[list[Any]], Batch] | None = None
-
-
-@runtime_checkable
-class Task(Protocol):
-    """A federated learning task. Optional attributes: `tensor_kinds` (shell pattern over state-dict names
-    -> 'trainable' | 'statistic' | 'counter' | 'private'); `central_data(config) -> Data` for evaluation
-    on the server."""
-
     def model(self) -> nn.Module:
         """A fresh model. Called after the run's seed was set, so every site builds the same one."""
 
