@@ -6,7 +6,8 @@ run_started   run, name, algorithm, rounds, nodes [names], resumed_from (round o
 waiting       ready [names], missing {name: failure text}, needed
 round         round, of, cohort [names], replies [names], failures {name: failure text}, weight,
               train {loss, …}, evaluate {loss, accuracy, …, examples} or null, holdout {…} or null,
-              central {…} or null, bytes_down, bytes_up, seconds
+              central {…} or null, bytes_down, bytes_up, seconds;
+              evaluate_failures {name: failure text} if any node failed to evaluate
 round_failed  round, reason, failures {name: failure text}, seconds
 run_finished  status (finished | stopped | early_stopped | failed), reason, round, best_round or null, seconds
 """
@@ -24,11 +25,12 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Appends events to a file, each flushed to disk before `append` returns."""
+    """Appends events to a file, each flushed to disk before `append` returns. One writer a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
 
     def append(self, kind: str, **fields: Any) -> Event:
         """Write one event and return it."""
@@ -39,6 +41,17 @@ class EventLog:
             file.flush()
             os.fsync(file.fileno())
         return event
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Drop a last line without its end: its writer was killed, and the next event must not be glued to it."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        whole = 0
+        for line in file:
+            whole += len(line) if line.endswith(b"\n") else 0
+        file.truncate(whole)
 
 
 def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
