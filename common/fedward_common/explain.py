@@ -74,10 +74,9 @@ def _line(item: Any, location: Sequence[str | int], source: Source, known: Itera
         rule = _RULES[kind].format(field=field, **context)
     else:
         rule = item["msg"].removeprefix("Value error, ")
-    # A whole table as the value says nothing that the rule does not.
-    if not field:
+    if not field or rule.startswith(f"{field}."):
         return rule
-    return f"{field}: {rule}" if isinstance(value, dict) else f"{field} = {show(value)}: {rule}"
+    return f"{field} = {show(value)}: {rule}"
 
 
 def _pattern_rule(pattern: str) -> str:

@@ -217,21 +217,17 @@ def open_display(as_json: bool = False, out: TextIO | None = None) -> Iterator[D
 
 
 def follow(events: Iterable[Event], display: Display) -> Event | None:
-    """Show events until the run is over or they end; returns the last one."""
+    """Show all events; returns the last one. A resumed run has a "run_finished" in the middle."""
     last: Event | None = None
     for event in events:
         display.show(event)
         last = event
-        if event["event"] == "run_finished":
-            break
     return last
 
 
 def render(board: Board, fit: int | None = None) -> RenderableType:
     """The board for a terminal; only the last `fit` rounds if given."""
-    parts: list[RenderableType] = [
-        Text(board.headline(), style=f"bold {_COLOURS.get(board.status, '')}".strip())
-    ]
+    parts: list[RenderableType] = [Text(board.headline(), style=f"bold {_COLOURS.get(board.status, '')}".strip())]
     if board.status == "waiting":
         parts.extend(Text(f"  {name}: {text}", style="yellow") for name, text in board.missing.items())
     rows = list(board.rows) if fit is None else list(board.rows)[-fit:]
@@ -273,9 +269,7 @@ def plain_row(row: Row, metric: str) -> str:
         text += f"  failures {by_reason(row.failures)}"
     named = (("train loss", row.train_loss), ("loss", row.loss), (metric, row.metric))
     text += "".join(f"  {name} {value:.4f}" for name, value in named if value is not None)
-    return (
-        f"{text}  down {megabytes(row.bytes_down)} MB  up {megabytes(row.bytes_up)} MB  {row.seconds:.2f} s"
-    )
+    return f"{text}  down {megabytes(row.bytes_down)} MB  up {megabytes(row.bytes_up)} MB  {row.seconds:.2f} s"
 
 
 def by_reason(failures: Mapping[str, str]) -> str:
