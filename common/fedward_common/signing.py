@@ -178,7 +178,7 @@ def authorize(key: Ed25519PrivateKey, method: str, target: str, body: bytes, now
     """The `Authorization` header of a signed request. target: path, with `?query` if there is one."""
     seconds = int(time.time() if now is None else now)
     nonce = secrets.token_urlsafe(18)
-    signature = key.sign(_request_bytes(method, target, seconds, nonce, body))
+    signature = key.sign(_request_bytes(method, target, seconds, nonce, hashlib.sha256(body).hexdigest()))
     return f"Fedward {key_id(key)}:{seconds}:{nonce}:{encode(signature)}"
 
 
@@ -202,9 +202,9 @@ class Authorization:
         key, seconds, nonce, signature = match.groups()
         return cls(key, int(seconds), nonce, signature)
 
-    def verify(self, public: Ed25519PublicKey, method: str, target: str, body: bytes) -> None:
-        """Raises `SignatureError` unless `public` signed this request."""
-        signed = _request_bytes(method, target, self.seconds, self.nonce, body)
+    def verify(self, public: Ed25519PublicKey, method: str, target: str, body_sha256: str) -> None:
+        """Raises `SignatureError` unless `public` signed this request. body_sha256: hex."""
+        signed = _request_bytes(method, target, self.seconds, self.nonce, body_sha256)
         try:
             public.verify(decode(self.signature), signed)
         except InvalidSignature as error:
@@ -213,5 +213,5 @@ class Authorization:
             ) from error
 
 
-def _request_bytes(method: str, target: str, seconds: int, nonce: str, body: bytes) -> bytes:
-    return f"{method}\n{target}\n{seconds}\n{nonce}\n{hashlib.sha256(body).hexdigest()}".encode()
+def _request_bytes(method: str, target: str, seconds: int, nonce: str, body_sha256: str) -> bytes:
+    return f"{method}\n{target}\n{seconds}\n{nonce}\n{body_sha256}".encode()
