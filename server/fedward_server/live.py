@@ -279,9 +279,8 @@ def by_reason(failures: Mapping[str, str]) -> str:
 
 
 def megabytes(size: int) -> str:
-    """Bytes as MB (10^6) with three digits that matter."""
-    value = size / 1e6
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    """Bytes as MB (10^6) with about three digits."""
+    return f"{size / 1e6:.3g}" if size < 1e9 else f"{size / 1e6:.0f}"
 
 
 def clean(text: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, TaskError
 from fedward_common.local import LocalRunner, Work
 from fedward_common.task import Task, load_task
-from fedward_common.update import Kind, Layout, Vectors
+from fedward_common.update import Kind, Layout, Vectors, kinds_of
+
+from fedward_server.taskhost import load_vectors
 
 _MEASURED_STEPS = 10
 
@@ -59,7 +61,7 @@ def open_task(config: RunConfig, project: Path) -> Task:
 def refusals(config: RunConfig, project: Path) -> list[str]:
     """Why server or nodes would refuse this run, as far as can be told here."""
     problems: list[str] = []
-    checks = (
+    checks: tuple[Callable[[], None], ...] = (
         lambda: Bundle.open(build_bundle(project)).check(project),
         lambda: _check_task_packed(config, project),
         lambda: _check_initial(config, project),
@@ -86,25 +88,13 @@ def _check_task_packed(config: RunConfig, project: Path) -> None:
 def _check_initial(config: RunConfig, project: Path) -> None:
     if config.initial_model is None:
         return
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
     path = project / config.initial_model
-    where = f"initial_model = {config.initial_model!r}"
     if not path.is_file():
-        raise TaskError(f"{where}: no such file in {project}. Correct the path, or remove the key.")
-    wanted = Layout.of(open_task(config, project).model())
-    try:
-        found = {name: array.shape for name, array in load_file(path).items()}
-    except (SafetensorError, OSError) as error:
-        raise TaskError(f"{where}: not a safetensors file ({error}). Save it with safetensors.") from error
-    shapes = {spec.name: spec.shape for spec in wanted.tensors if spec.kind is not Kind.PRIVATE}
-    for name, shape in shapes.items():
-        if found.get(name) != shape:
-            has = f"has shape {found[name]}" if name in found else "is not in it"
-            raise TaskError(
-                f"{where}: tensor {name!r} {has}, the task's model needs {shape}. Give one that fits."
-            )
+        raise TaskError(
+            f"initial_model = {config.initial_model!r}: no such file in {project}. Correct the path, or remove the key."
+        )
+    task = open_task(config, project)
+    load_vectors(Layout.of(task.model(), kinds_of(task)), path, {})
 
 
 def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str, Any] | None) -> Forecast:
@@ -114,7 +104,7 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
     import torch
 
     torch.manual_seed(config.seed)
-    layout = Layout.of(task.model(), getattr(task, "tensor_kinds", {}))
+    layout = Layout.of(task.model(), kinds_of(task))
     algorithm = build(config.algorithm)
     model = task.model()
     start: Vectors = {
@@ -142,9 +132,7 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
     return Forecast(**{**vars(result), "steps": steps, "step_seconds": step_seconds})
 
 
-def _measure(
-    config: RunConfig, task: Task, data_config: Mapping[str, Any], broadcast: Vectors
-) -> tuple[int, float]:
+def _measure(config: RunConfig, task: Task, data_config: Mapping[str, Any], broadcast: Vectors) -> tuple[int, float]:
     """(examples of the node, seconds of one local step here)."""
     local = config.local.model_copy(update={"steps": _MEASURED_STEPS, "epochs": None})
     runner = LocalRunner(config.model_copy(update={"local": local}), task, "plan", data_config)

@@ -11,6 +11,8 @@ from typing import Any
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError
 
+from fedward_server.simulation import node_data
+
 DataTable = Mapping[str, Any]
 
 DEFAULT_NODES = 5
@@ -35,31 +37,19 @@ def scenario(config: RunConfig, count: int | None, data_file: Path | None) -> Sc
     Without a file, each node's table says which partition of how many it is. Raises `ConfigError`.
     """
     named = (*config.cohort.nodes, *config.evaluation.holdout)
-    tables = _read_tables(data_file) if data_file is not None else _partitions(config, count)
+    if data_file is None:
+        # Without names, one more than the held-out ones at least.
+        least = len(named) if config.cohort.nodes else max(DEFAULT_NODES, len(named) + 1)
+        return Scenario(node_data(config, count or least, {}), frozenset(config.evaluation.holdout))
+    tables = _read_tables(data_file)
     if count is not None and len(tables) != count:
-        source = str(data_file) if data_file is not None else "the run"
         way = f"Leave --nodes out, or give {len(tables)}."
-        raise ConfigError(f"--nodes {count}: {source} names {len(tables)} nodes. {way}")
+        raise ConfigError(f"--nodes {count}: {data_file} has {len(tables)} tables. {way}")
     missing = sorted(set(named) - set(tables))
     if missing:
         names = ", ".join(missing)
         raise ConfigError(f"{data_file}: has no table for {names}, which the run names. Add one each.")
     return Scenario(tables, frozenset(config.evaluation.holdout))
-
-
-def _partitions(config: RunConfig, count: int | None) -> dict[str, DataTable]:
-    names: list[str] = [*config.cohort.nodes, *config.evaluation.holdout]
-    if not config.cohort.nodes:
-        # Held-out nodes are among the count; the others get numbers.
-        wanted = (count or DEFAULT_NODES) - len(names)
-        if wanted < 1:
-            raise ConfigError(
-                f"--nodes {count}: evaluation.holdout alone names {len(names)} nodes, so none would be left "
-                "to train on. Give more nodes."
-            )
-        width = len(str(wanted))
-        names = [f"node-{number:0{width}}" for number in range(1, wanted + 1)] + names
-    return {name: {"partition": index, "partitions": len(names)} for index, name in enumerate(names)}
 
 
 def _read_tables(path: Path) -> dict[str, DataTable]:
@@ -72,7 +62,5 @@ def _read_tables(path: Path) -> dict[str, DataTable]:
     wrong = [name for name, table in tables.items() if not isinstance(table, dict)]
     if wrong or not tables:
         what = ", ".join(wrong) + " is none" if wrong else "it is empty"
-        raise ConfigError(
-            f"{path}: must hold a table for each node; {what}. Write [NODE] and its keys below."
-        )
+        raise ConfigError(f"{path}: must hold a table for each node; {what}. Write [NODE] and its keys below.")
     return tables
