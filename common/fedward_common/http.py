@@ -20,6 +20,10 @@ class Unreachable(FedwardError):
     """The service cannot be reached, or is not who it should be."""
 
 
+class NotTrusted(Unreachable):
+    """Who answers has no certificate for this address by the pinned CA."""
+
+
 class ServiceError(FedwardError):
     """The service answered with an error. code: its fixed word for it; status: the HTTP status."""
 
@@ -75,6 +79,12 @@ class Service:
         try:
             response = self._client.request(method, path, **options)
         except httpx.HTTPError as error:
+            if _certificate_refused(error):
+                raise NotTrusted(
+                    f"{self.server} shows a certificate that is not for this address or not by the federation's CA: "
+                    f"{error}. Either the address is not among the server's names ('fedward server init --san'), or "
+                    "somebody stands between (man in the middle). Nothing has been sent."
+                ) from error
             raise Unreachable(
                 f"{self.server} cannot be reached: {error or type(error).__name__}. "
                 "Check the address, and that the server is up."
@@ -102,6 +112,15 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _certificate_refused(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _json(response: httpx.Response) -> Any:

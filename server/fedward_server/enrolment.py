@@ -187,33 +187,49 @@ class Enrolment:
         now = self._clock()
         check_clock(request.time, now)
         with self._store.transaction() as session:
-            token = _check_token(session, request, now)
-            identity, flower_key = _check_claim(ENROL, request.token, request)
-            if active_node(session, request.name) is not None:
-                raise Refusal(
-                    "name_taken",
-                    f"a node named {request.name!r} is enrolled already. Ask the server admin for a token "
-                    "with another name, or to revoke the old node first.",
-                    409,
-                )
-            _check_new_keys(session, identity, flower_key)
-            if not consume_token(session, request.token, now):
-                raise _used(token)
-            node = Node(
-                node_id=secrets.token_hex(16),
-                name=request.name,
-                flower_id=str(self._register(flower_key)),
-                identity=identity,
-                identity_id=key_id(parse_public(identity)),
-                flower_key=flower_key,
-                tags=token.tags,
-                enrolled=now,
-                changed=now,
-            )
-            session.add(node)
-            next_number(session, ROSTER_NUMBER)
-            add_audit(session, request.name, "enrolled", node_id=node.node_id, token=request.token)
+            node = self._admit(session, request, now)
         return self._admission(node)
+
+    def _admit(self, session: Session, request: EnrolRequest, now: float) -> Node:
+        token = _check_token(session, request)
+        identity, flower_key = _check_claim(ENROL, request.token, request)
+        present = active_node(session, request.name)
+        if token.used_at is not None:
+            # The very node that used it, asking again: the answer to its first try was lost.
+            if present is not None and (present.identity, present.flower_key) == (identity, flower_key):
+                return present
+            raise _used(token)
+        if token.expires <= now:
+            raise Refusal(
+                "token_expired",
+                f"the token expired at {_utc(token.expires)}. Ask the server admin for a new one.",
+                403,
+            )
+        if present is not None:
+            raise Refusal(
+                "name_taken",
+                f"a node named {request.name!r} is enrolled already. Ask the server admin for a token "
+                "with another name, or to revoke the old node first.",
+                409,
+            )
+        _check_new_keys(session, identity, flower_key)
+        if not consume_token(session, request.token, now):
+            raise _used(token)
+        node = Node(
+            node_id=secrets.token_hex(16),
+            name=request.name,
+            flower_id=str(self._register(flower_key)),
+            identity=identity,
+            identity_id=key_id(parse_public(identity)),
+            flower_key=flower_key,
+            tags=token.tags,
+            enrolled=now,
+            changed=now,
+        )
+        session.add(node)
+        next_number(session, ROSTER_NUMBER)
+        add_audit(session, request.name, "enrolled", node_id=node.node_id, token=request.token)
+        return node
 
     def rotate(self, node_id: str, claim: Claim) -> Admission:
         """Replace both keys of a node; name, node id and all that hangs on them stay. Raises `Refusal`."""
@@ -221,7 +237,7 @@ class Enrolment:
         now = self._clock()
         check_clock(claim.time, now)
         with self._store.transaction() as session:
-            node = session.get_one(Node, node_id)
+            node = _still_active(session, node_id)
             if claim.name != node.name:
                 raise Refusal("name_differs", f"this node is {node.name!r}, not {claim.name!r}.")
             identity, flower_key = _check_claim(ROTATE, node_id, claim)
@@ -242,7 +258,7 @@ class Enrolment:
     def leave(self, node_id: str) -> None:
         """A node goes by its own will."""
         with self._store.transaction() as session:
-            node = session.get_one(Node, node_id)
+            node = _still_active(session, node_id)
             flower_id = self._dismiss(session, node, NodeStatus.LEFT, node.name)
         publish_roster(self._paths, self._settings, self._store)
         self._cut_off(node.name, flower_id)
@@ -340,19 +356,35 @@ class Enrolment:
         return Admission(node.node_id, node.name, self._settings.fleet_port, self._identity.roster_key, roster)
 
 
-def _check_token(session: Session, request: EnrolRequest, now: float) -> Token:
+NOT_ENROLLED = {
+    NodeStatus.REVOKED: "this node has been revoked by the server admin. Ask for a new token to enrol again.",
+    NodeStatus.LEFT: "this node has left the federation. Ask the server admin for a token to enrol again.",
+}
+
+
+def not_enrolled(status: str) -> Refusal | None:
+    """The refusal "node_revoked" or "node_left"; None for an enrolled node."""
+    if status == NodeStatus.ACTIVE:
+        return None
+    return Refusal(f"node_{status}", NOT_ENROLLED[NodeStatus(status)], 403)
+
+
+def _still_active(session: Session, node_id: str) -> Node:
+    # It was when its request was let in; a revocation may have come in between.
+    node = session.get_one(Node, node_id)
+    refusal = not_enrolled(node.status)
+    if refusal is not None:
+        raise refusal
+    return node
+
+
+def _check_token(session: Session, request: EnrolRequest) -> Token:
     token = session.get(Token, request.token)
     # The same work for an id that does not exist: the time taken tells nothing.
     stored = token.secret_sha256 if token is not None else "0" * 64
     right = compare_digest(secret_digest(request.secret), stored)
     if token is None or not right:
         raise Refusal("token_wrong", "the token is not one of this server's. Copy it whole, or ask for a new one.", 403)
-    if token.used_at is not None:
-        raise _used(token)
-    if token.expires <= now:
-        raise Refusal(
-            "token_expired", f"the token expired at {_utc(token.expires)}. Ask the server admin for a new one.", 403
-        )
     if request.name != token.name:
         raise Refusal(
             "token_other_name", f"the token is for a node named {token.name!r}, not {request.name!r}.", 403

@@ -19,19 +19,19 @@ from fedward_common.signing import Authorization, SignatureError, parse_public
 from sqlalchemy.orm import Session
 
 from fedward_server.audit import Refusals
-from fedward_server.enrolment import check_clock
+from fedward_server.enrolment import check_clock, not_enrolled
 from fedward_server.refusal import Refusal
-from fedward_server.store import NodeStatus, Store, node_by_identity, remember_nonce, scientist_by_key
+from fedward_server.store import Store, node_by_identity, remember_nonce, scientist_by_key
 
 
 @dataclass(frozen=True)
 class Sender:
-    """Who signed. id: the node's id, or the data scientist's name. refused: code of why it is not let in."""
+    """Who signed. id: the node's id, or the data scientist's name. refused: why it is known but not let in."""
 
     id: str
     name: str
     public: Ed25519PublicKey
-    refused: str | None = None
+    refused: Refusal | None = None
 
 
 class Directory(Protocol):
@@ -51,14 +51,7 @@ def node_directory(session: Session, key_id: str, /) -> Sender | None:
     node = node_by_identity(session, key_id)
     if node is None:
         return None
-    refused = None if node.status == NodeStatus.ACTIVE else f"node_{node.status}"
-    return Sender(node.node_id, node.name, parse_public(node.identity), refused)
-
-
-_REFUSED = {
-    "node_revoked": "this node has been revoked by the server admin. Ask for a new token to enrol again.",
-    "node_left": "this node has left the federation. Ask the server admin for a token to enrol again.",
-}
+    return Sender(node.node_id, node.name, parse_public(node.identity), not_enrolled(node.status))
 
 
 class Gate:
@@ -88,7 +81,8 @@ class Gate:
         with self._store.transaction() as session:
             sender = directory(session, authorization.key)
         if sender is None:
-            raise self.refuse(opened, Refusal("key_unknown", "the key that signed this request is not known here.", 401))
+            refusal = Refusal("key_unknown", "the key that signed this request is not known here.", 401)
+            raise self.refuse(opened, refusal)
         opened = OpenRequest(self, authorization, method, target, sender)
         try:
             check_clock(authorization.seconds, time.time())
@@ -120,7 +114,7 @@ class Gate:
         if not kept:
             raise self.refuse(opened, Refusal("request_repeated", "this very request has been sent before.", 401))
         if sender.refused is not None:
-            raise self.refuse(opened, Refusal(sender.refused, _REFUSED[sender.refused], 403))
+            raise self.refuse(opened, sender.refused)
         return sender
 
 

@@ -16,6 +16,9 @@ from fedward_server.refusal import Refusal
 log = logging.getLogger(__name__)
 
 
+TOO_LARGE = "too_large"
+
+
 def error_answer(code: str, message: str, status: int) -> JSONResponse:
     """The service's form of an error."""
     return JSONResponse({"error": code, "message": message}, status_code=status)
@@ -40,7 +43,8 @@ def install_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     def http(_: Request, error: HTTPException) -> JSONResponse:
-        return error_answer("http", f"{error.detail}.", error.status_code)
+        code = TOO_LARGE if error.status_code == 413 else "http"
+        return error_answer(code, f"{error.detail}.", error.status_code)
 
     @app.exception_handler(Exception)
     def unexpected(request: Request, error: Exception) -> JSONResponse:

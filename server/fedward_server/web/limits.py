@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fedward_server.refusal import Refusal
-from fedward_server.web.errors import error_answer
+from fedward_server.web.errors import TOO_LARGE, error_answer
 
 
 class BodyLimit:
@@ -30,15 +30,15 @@ class BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._limit:
-                raise self._refusal()
+                # FastAPI lets no other exception through while it reads a body.
+                raise HTTPException(413, self._message())
             return message
 
         stated = dict(scope["headers"]).get(b"content-length", b"0")
         if not stated.isdigit() or int(stated) > self._limit:
-            refusal = self._refusal()
-            await error_answer(refusal.code, str(refusal), refusal.status)(scope, receive, send)
+            await error_answer(TOO_LARGE, self._message(), 413)(scope, receive, send)
             return
         await self._app(scope, limited, send)
 
-    def _refusal(self) -> Refusal:
-        return Refusal("too_large", f"the request is larger than the {self._limit} bytes allowed.", 413)
+    def _message(self) -> str:
+        return f"the request is larger than the {self._limit} bytes allowed"
