@@ -230,7 +230,7 @@ class RunManager:
     def _repeated(self, manifest: Manifest, envelope: Mapping[str, Any]) -> RunView:
         stored = json.loads(self._paths.run(manifest.run).manifest.read_text(encoding="utf-8"))
         if stored["manifest"] != envelope["manifest"]:
-            raise RunError(f"run {manifest.run}: that id is taken by another run. Start the run again: it gets a new id.")
+            raise RunError(f"run {manifest.run}: that id is taken by another run. Start it again: it gets a new id.")
         return self.view(manifest.run)
 
     def _row(self, manifest: Manifest, config: RunConfig) -> Run:

@@ -381,7 +381,9 @@ def up(paths: ServerPaths) -> int:
         try:
             stack.enter_context(lock_file(paths.root / "up.lock"))
         except Locked as error:
-            raise SupervisorError(f"a server runs on {paths.root} already (pid {error.pid}). Stop that one first.") from error
+            raise SupervisorError(
+                f"a server runs on {paths.root} already (pid {error.pid}). Stop that one first."
+            ) from error
         end_leftovers(paths)
         parts = [
             Part("superlink", [sys.executable, "-m", "fedward_server.superlink"], companion=SUPEREXEC),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
+from fedward_common.errors import FedwardError
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -19,7 +20,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from fedward_common.errors import FedwardError
 from fedward_server.events import Event, read_events
 from fedward_server.paths import ServerPaths
 from fedward_server.store import RunStatus, Store, active_nodes, list_runs

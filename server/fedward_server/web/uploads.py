@@ -16,7 +16,6 @@ from email.message import Message
 from pathlib import Path
 
 from anyio import to_thread
-
 from fedward_common.errors import FedwardError
 
 _LONGEST_HEADER = 4096

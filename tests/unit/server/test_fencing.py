@@ -106,7 +106,10 @@ def test_a_process_that_reuses_the_pid_is_left_alone(paths: RunPaths, change: di
 
 def test_children_of_the_former_owner_end_with_it(paths: RunPaths) -> None:
     source = HOLDER.replace(
-        'print("owned"', 'import subprocess\nchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])\nprint(child.pid'
+        'print("owned"',
+        "import subprocess\n"
+        'child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])\n'
+        "print(child.pid",
     )
     former = subprocess.Popen([sys.executable, "-c", source, str(paths.root), "1"], stdout=subprocess.PIPE, text=True)
     assert former.stdout is not None

@@ -137,7 +137,8 @@ def test_a_part_whose_companion_is_gone_is_started_again(drive: type[Driver], tm
         print("companion pid", child.pid, flush=True)
         time.sleep(600)
     """
-    driver = drive([("part", parent, "companion"), ("clock", "import time\nwhile True: print('tick', flush=True); time.sleep(1)")])
+    clock = "import time\nwhile True: print('tick', flush=True); time.sleep(1)"
+    driver = drive([("part", parent, "companion"), ("clock", clock)])
     pid = int(driver.until("companion pid").split()[-1])
     driver.until("tick"), driver.until("tick"), driver.until("tick")
     os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,111 @@
+"""`python -m fedward_server.service`: enrolment, runs and health over HTTPS, and the run manager behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import uvicorn
+from anyio import to_thread
+from fastapi import FastAPI
+from fedward_common.errors import FedwardError
+from fedward_common.files import owner_folder
+from fedward_common.roster import Roster, open_roster, read_roster
+from fedward_common.signing import load_private
+
+from fedward_server import logs
+from fedward_server.authority import open_server
+from fedward_server.control import Control
+from fedward_server.enrolment import Enrolment, NodeControl
+from fedward_server.paths import ServerPaths
+from fedward_server.readiness import check_parts
+from fedward_server.runs import FlowerControl, RunManager
+from fedward_server.settings import Settings
+from fedward_server.store import Store
+from fedward_server.web import metrics, runs
+from fedward_server.web.app import create_app
+
+SHUTDOWN = 2
+"""Seconds that open requests (long polls) have to end at a stop."""
+
+
+class SuperLinkControl(NodeControl, FlowerControl, Protocol):
+    """What the service needs of the SuperLink."""
+
+
+def roster_reader(paths: ServerPaths) -> Callable[[], Roster]:
+    """Reads the federation's present roster and verifies it."""
+    authority = load_private(paths.roster_key).public_key()
+    return lambda: open_roster(read_roster(paths.roster), authority)
+
+
+def build(
+    paths: ServerPaths, settings: Settings, store: Store, control: SuperLinkControl, supervisor: int
+) -> FastAPI:
+    """The application with its run manager, which works while the application does.
+
+    supervisor: the process that started this one and the SuperLink.
+    """
+    enrolment = Enrolment(paths, settings, store, control)
+    manager = RunManager(paths, store, control, roster_reader(paths), enrolment.reconcile, settings.max_runs)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # What a crash left of uploads belongs to no run.
+        shutil.rmtree(app.state.uploads, ignore_errors=True)
+        owner_folder(app.state.uploads)
+        manager.start()
+        yield
+        await to_thread.run_sync(manager.close)
+
+    def parts() -> dict[str, str]:
+        return check_parts(settings.fleet_port, paths.public_ca, control.ping, supervisor)
+
+    def online() -> int:
+        return sum(node.status == "online" for node in control.list_nodes())
+
+    app = create_app(
+        paths, store, enrolment, control, routers=(runs.router, metrics.router), checks=(parts,), lifespan=lifespan
+    )
+    app.state.runs = manager
+    # On the file system of the runs' directories: a starting model is moved there, not copied.
+    app.state.uploads = paths.root / "uploads"
+    app.state.upload_slots = asyncio.Semaphore(runs.UPLOADS_AT_ONCE)
+    app.state.metrics = metrics.make_registry(paths, store, online)
+    return app
+
+
+def main() -> int:
+    """Serve the state directory in the environment until SIGTERM; the exit code."""
+    logs.configure()
+    paths = ServerPaths.default()
+    try:
+        settings, store = open_server(paths)
+        control = Control(paths, settings.control_port)
+        app = build(paths, settings, store, control, os.getppid())
+    except FedwardError as error:
+        print(f"ERROR {error}", file=sys.stderr)
+        return 1
+    config = uvicorn.Config(
+        app,
+        host="0.0.0.0",
+        port=settings.service_port,
+        ssl_certfile=paths.server_certificate,
+        ssl_keyfile=paths.server_key,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN,
+    )
+    uvicorn.Server(config).run()
+    store.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
