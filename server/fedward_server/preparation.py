@@ -107,13 +107,13 @@ class Preparation:
             self._ask(patience.left())
             enough = len(self.trainable()) >= needed
             silent = {name for name in {*expected, *self._online} if name not in self.ready | self._refused()}
-            if enough and (not silent or courtesy.over):
-                return
             missing = {name: str(self._why_not(name)) for name in sorted({*expected, *self._online} - self.ready)}
-            if told != (sorted(self.ready), missing):
+            if (missing or not enough) and told != (sorted(self.ready), missing):
                 told = (sorted(self.ready), missing)
                 self.log.append("waiting", ready=told[0], missing=missing, needed=needed)
                 poll = 1.0
+            if enough and (not silent or courtesy.over):
+                return
             if self.should_stop():
                 raise StopRequested
             if patience.over:

@@ -18,6 +18,7 @@ from fedward_common.node import MemoryStore, Participant, StateStore
 from fedward_common.task import Task
 from fedward_common.update import Vectors
 
+from fedward_server.checkpoint import Checkpoints
 from fedward_server.events import EventLog
 from fedward_server.fencing import read_owner
 from fedward_server.paths import RunPaths
@@ -82,7 +83,7 @@ class MemoryTransport:
                 continue
             self._down += _bytes(request.vectors)
             reply = self._faults.answers(name, request, self._call(name, request))
-            if reply is not None:
+            if reply is not None and not deadline.over:
                 self._up += _bytes(reply.vectors)
                 yield name, reply
 
@@ -93,7 +94,7 @@ class MemoryTransport:
     def _call(self, name: str, request: Request) -> Reply:
         try:
             return self._nodes[name](request)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (logged, and answered as a failure)
             # As on a real node: task code may raise anything, the server hears a reason from the fixed list.
             _LOG.exception("%s failed in %s of round %d", name, request.purpose.value, request.round)
             reason = Reason.TASK_ERROR if isinstance(error, TaskError) else Reason.WORKER_CRASHED
@@ -155,6 +156,11 @@ def node_data(
     return {name: {**base, "partition": i, "partitions": nodes} for i, name in enumerate(names)}
 
 
+def _next_epoch(paths: RunPaths) -> int:
+    owner, checkpoint = read_owner(paths), Checkpoints(paths).newest()
+    return 1 + max(owner.epoch if owner else 0, checkpoint.epoch if checkpoint else 0)
+
+
 def simulate(
     config: RunConfig,
     task: Task,
@@ -173,7 +179,8 @@ def simulate(
 ) -> Outcome:
     """Run `config` over simulated nodes in this process; the same code as in a real run.
 
-    nodes: how many, or a data configuration by name; data: what all share of it. initial: "model", "statistic" to
+    nodes: how many, or a data configuration by name; data: what all share of it. epoch: by default one more than
+    the last that wrote to `paths`. initial: "model", "statistic" to
     start from (default: the task's model). store: a node's state; one that outlives the process allows to resume
     from `paths`. keep: runners (model and data) held in memory at once.
     """
@@ -192,7 +199,6 @@ def simulate(
     algorithm = build(config.algorithm)
     if not isinstance(algorithm, SumAlgorithm):
         raise ConfigError(f"algorithm.name = {config.algorithm.name!r} needs single updates; this engine sums only.")
-    owner = read_owner(paths)
     return Rounds(
         config,
         algorithm,
@@ -200,7 +206,7 @@ def simulate(
         first,
         MemoryTransport({name: participant(name) for name in configs}, config.cohort.tags, faults, clock),
         paths,
-        epoch if epoch is not None else (owner.epoch if owner else 0) + 1,
+        epoch if epoch is not None else _next_epoch(paths),
         log or EventLog(paths.events),
         lambda vectors: server.do(Work("evaluate", vectors=vectors, split="central")).metrics,
         should_stop,
