@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fedward_common.errors import FedwardError
 from fedward_common.local import Done, Work
-from fedward_common.messages import Failure, Purpose, Reason, Request
+from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.node import Participant, Refused
 from fedward_common.records import RecordError
 from fedward_common.roster import RosterError
@@ -25,7 +26,7 @@ from fedward_client.approval import Approvals
 from fedward_client.incidents import Incidents
 from fedward_client.inflight import Inflight
 from fedward_client.journal import Journal
-from fedward_client.link import Incoming, Link, LinkDown, LinkRefused, RunGone, RunInfo
+from fedward_client.link import Incoming, Link, LinkDown, LinkRefused, RunGone, RunInfo, Ticket
 from fedward_client.membership import Membership
 from fedward_client.pace import Backoff, Pace
 from fedward_client.policy import Policy
@@ -71,9 +72,12 @@ class Guard:
         self._sessions: dict[str, Session] = {}
         self._lanes: dict[int, _Lane] = {}
         self._lock = threading.Lock()
+        self._admission = threading.Lock()
+        self._stop = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Raises `LinkRefused` when the server will not have this node any more."""
+        self._stop = stop
         backoff = Backoff()
         link = self._member.link()
         try:
@@ -132,14 +136,29 @@ class Guard:
             record(self._journal, request, reply)
         if reply.failure is not None:
             log.warning("run %s round %d: %s", request.run[:8], request.round, reply.failure)
-        try:
-            link.send(reply, ticket)
-        except RunGone as gone:
-            log.info("run %s is over, its reply is dropped: %s", request.run[:8], gone)
+        self._send(link, reply, ticket)
         self._inflight.remove(ticket)
+
+    def _send(self, link: Link, reply: Reply, ticket: Ticket) -> None:
+        """Send a reply; while the server cannot be reached, keep it until its request expires: it cost a training."""
+        backoff = Backoff()
+        while True:
+            try:
+                return link.send(reply, ticket)
+            except RunGone as gone:
+                log.info("run %s is over, its reply is dropped: %s", ticket.run[:8], gone)
+                return
+            except LinkDown as down:
+                if time.time() > ticket.created_at + ticket.ttl or self._stop.wait(backoff.seconds()):
+                    log.error("run %s round %d: the reply could not be sent: %s", ticket.run[:8], ticket.round, down)
+                    return
 
     def _session(self, link: Link, flower_run: int, request: Request) -> Session:
         """The open session of the request's run; the first request of a run (or after a restart) opens it."""
+        with self._admission:
+            return self._admit(link, flower_run, request)
+
+    def _admit(self, link: Link, flower_run: int, request: Request) -> Session:
         if request.purpose is Purpose.PREPARE and "roster" in request.settings:
             self._accept_roster(request.settings["roster"])
         session = self._sessions.get(request.run)
@@ -203,10 +222,7 @@ class Guard:
         """Tell the server about requests that a killed predecessor took and never answered, so that no round
         waits for them until its deadline."""
         for ticket in self._inflight.left_over():
-            try:
-                link.send(refuse(ticket.request(), Failure(Reason.RESTARTED)), ticket)
-            except RunGone:
-                log.info("run %s of an interrupted request is over", ticket.run[:8])
+            self._send(link, refuse(ticket.request(), Failure(Reason.RESTARTED)), ticket)
             self._inflight.remove(ticket)
 
 

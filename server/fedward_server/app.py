@@ -17,7 +17,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedward_server.events import EventLog
-from fedward_server.fencing import take_over
+from fedward_server.fencing import Fenced, take_over
 from fedward_server.grid import FlowerTransport, RosterDirectory
 from fedward_server.paths import RunPaths, ServerPaths
 from fedward_server.rounds import Rounds
@@ -37,6 +37,8 @@ def main(grid: Grid, context: Context) -> None:
     log = EventLog(run.events)
     try:
         _rounds(grid, paths, run, manifest.run_config(), ownership.epoch, log)
+    except Fenced:
+        raise
     except FedwardError as error:
         # Trying again would end the same way; a crash of any other kind is resumed by the service.
         log.append("run_finished", status="failed", reason=str(error), round=0, best_round=None, seconds=0.0)

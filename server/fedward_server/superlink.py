@@ -50,6 +50,8 @@ def main() -> None:
     paths.superlink_database.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.umask(0o077)
     event.listen(Engine, "connect", _set_pragmas)
+    # A line for each poll of each node helps nobody; must be set before Flower's logger is made.
+    os.environ.setdefault("FLWR_LOG_LEVEL", "WARNING")
     sys.argv = ["flower-superlink", *arguments(paths, settings.fleet_port, settings.control_port)]
     from flwr.superlink.cli.flower_superlink import flower_superlink
 
