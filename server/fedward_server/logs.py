@@ -19,7 +19,12 @@ FIELDS = ("run", "round", "node")
 """What an entry may be about: pass it as `extra={"run": ...}`."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_LEVEL = re.compile(r"^\W*(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b\s*:?\s*")
+_LEVEL = re.compile(r"^\W*(?:[0-9T:.-]+Z\s+)?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b\s*:?\s*")
+
+SUPERLINK_ROUTINE = re.compile(
+    r'\[uvicorn\.access\].*" 2\d\d$|ControlServicer\.List(Runs|Nodes)$|\[Fleet\.(?!ActivateNode|DeactivateNode)'
+)
+"""Lines that Flower's SuperLink prints for every poll and every message: thousands an hour that tell nothing."""
 
 
 def _now() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import selectors
 import signal
 import ssl
@@ -25,7 +26,7 @@ from fedward_common.errors import FedwardError
 from fedward_common.files import Locked, lock_file
 
 from fedward_server import child as child_script
-from fedward_server.logs import STYLE_VARIABLE, Style, part_line
+from fedward_server.logs import STYLE_VARIABLE, SUPERLINK_ROUTINE, Style, part_line
 from fedward_server.paths import STATE_VARIABLE, ServerPaths
 from fedward_server.readiness import SUPEREXEC, running_below
 from fedward_server.settings import load_settings
@@ -50,11 +51,12 @@ class SupervisorError(FedwardError):
 @dataclass(frozen=True)
 class Part:
     """A child to keep alive. companion: a program that the part starts and cannot do without, though it does not
-    notice its end; the part is restarted when it is gone."""
+    notice its end; the part is restarted when it is gone. routine: lines of its output that are not passed on."""
 
     name: str
     command: Sequence[str]
     companion: str | None = None
+    routine: re.Pattern[str] | None = None
 
 
 class _Child:
@@ -78,21 +80,26 @@ class _Child:
 
 
 class _Lines:
-    """Cuts a pipe's bytes into lines."""
+    """Cuts a pipe's bytes into lines, routine ones left out."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, part: Part) -> None:
+        self.name = part.name
+        self._routine = part.routine
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
         *whole, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST_LINE:
             whole, self._rest = [*whole, self._rest], b""
-        return [line.decode(errors="replace") for line in whole]
+        return self._text(whole)
 
     def end(self) -> list[str]:
         rest, self._rest = self._rest, b""
-        return [rest.decode(errors="replace")] if rest else []
+        return self._text([rest] if rest else [])
+
+    def _text(self, lines: list[bytes]) -> list[str]:
+        text = [line.decode(errors="replace") for line in lines]
+        return [line for line in text if self._routine is None or not self._routine.search(line)]
 
 
 class Supervisor:
@@ -171,7 +178,7 @@ class Supervisor:
         )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        self._selector.register(process.stdout, selectors.EVENT_READ, _Lines(one.part.name))
+        self._selector.register(process.stdout, selectors.EVENT_READ, _Lines(one.part))
         one.process, one.started = process, time.monotonic()
         one.companion_seen, one.companion_gone = False, None
         self._say(f"{one.part.name} started (pid {process.pid})")
@@ -386,7 +393,7 @@ def up(paths: ServerPaths) -> int:
             ) from error
         end_leftovers(paths)
         parts = [
-            Part("superlink", [sys.executable, "-m", "fedward_server.superlink"], companion=SUPEREXEC),
+            Part("superlink", [sys.executable, "-m", "fedward_server.superlink"], SUPEREXEC, SUPERLINK_ROUTINE),
             Part("service", [sys.executable, "-m", "fedward_server.service"]),
         ]
         return Supervisor(

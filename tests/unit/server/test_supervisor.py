@@ -32,10 +32,10 @@ from fedward_server.supervisor import (
 )
 
 DRIVER = """
-import json, os, sys
+import json, os, re, sys
 from pathlib import Path
 from fedward_server.supervisor import Part, Supervisor
-parts = [Part(*one) for one in json.loads(sys.argv[1])]
+parts = [Part(*one, routine=re.compile("^dull")) for one in json.loads(sys.argv[1])]
 style, folder, grace = sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])
 probe = lambda: {} if (folder / "answers").exists() else {"part": "silent"}
 sys.exit(Supervisor(parts, dict(os.environ), probe, style, grace=grace).run())
@@ -204,6 +204,7 @@ def test_json_lines_carry_the_part_and_keep_the_fields_of_entries(drive: type[Dr
         import time
         print('WARNING : \\x1b[33mlow\\x1b[0m', flush=True)
         print('{"time": "t", "level": "error", "message": "m", "run": "r1"}', flush=True)
+        print('dull routine', flush=True)
         print('unfinished', end='', flush=True)
     """
     driver = drive([("part", source)], style="json")
