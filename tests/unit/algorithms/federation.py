@@ -8,9 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
-
 from fedward_common.algorithms.base import Cohort, ServerState
 from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig, parse_config
@@ -19,6 +16,8 @@ from fedward_common.messages import Purpose, Reply, Request, Stamp
 from fedward_common.node import MemoryStore, Participant
 from fedward_common.task import Data
 from fedward_common.update import Update
+from torch import nn
+from torch.utils.data import TensorDataset
 
 torch.set_num_threads(1)
 

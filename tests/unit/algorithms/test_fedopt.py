@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flwr.common import Array, ArrayRecord
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
-
 from fedward_common.algorithms.base import Cohort, ServerState
 from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.update import Update
+from flwr.common import Array, ArrayRecord
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
 
 ROUNDS, LENGTH = 6, 7
 COHORT = Cohort(1, 3, 3, 3)

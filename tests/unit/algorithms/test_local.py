@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from federation import Classes, Federation, Net, configure
-from torch.utils.data import TensorDataset, random_split
-
 from fedward_common.errors import TaskError, UpdateError
 from fedward_common.local import LocalRunner, Work
 from fedward_common.messages import Purpose, Reason, Request
 from fedward_common.task import Data, NoDataError
 from fedward_common.update import Kind, Layout
+from torch.utils.data import TensorDataset, random_split
 
 LOCAL = {"lr": 0.1, "steps": 3, "batch_size": 4}
 NODE = {"n": 9, "seed": 1, "test": 5}

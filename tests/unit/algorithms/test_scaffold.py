@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from federation import Classes, Federation, configure
-
 from fedward_common.algorithms.base import Cohort
 from fedward_common.errors import ConfigError
 from fedward_common.messages import Purpose, Reason, Request, Stamp
@@ -93,7 +92,6 @@ def test_control_variates_cover_trainable_tensors_only():
 def test_correction_goes_through_momentum():
     """With a zero gradient everywhere the displacement is −mass · (c − c_i)."""
     from federation import Quadratic
-
     from fedward_common.local import Work
 
     config = configure("scaffold", {"lr": 0.1, "steps": 4, "momentum": 0.9})

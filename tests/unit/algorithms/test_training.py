@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from federation import Classes, Net, Quadratic
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
-
 from fedward_common import batches
 from fedward_common.algorithms.training import Hook, Local, LocalOptions, gradient, gradients, train
 from fedward_common.errors import TaskError
 from fedward_common.task import Data
 from fedward_common.update import Kind, Layout
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 
 def local(task, data, model=None, *, seed=3, seconds=None, **options):
@@ -118,7 +117,7 @@ def test_an_epoch_drops_nothing_and_a_lonely_last_example_joins(count, size, siz
     assert [len(batch) for batch in task.rows] == sizes * 2
     assert trained.steps == 2 * len(sizes) == 2 * batches.epoch_length(count, size)
     for epoch in (task.rows[: len(sizes)], task.rows[len(sizes) :]):
-        assert sorted(sum(epoch, [])) == list(range(count))
+        assert sorted(row for batch in epoch for row in batch) == list(range(count))
     if count == 10:
         assert task.rows[:3] != task.rows[3:]
 
@@ -143,7 +142,7 @@ def test_mass_is_the_displacement_at_gradient_one(momentum, steps):
         optimiser.step()
     before = start(own)
     trained = train(own, before)
-    assert trained.mass == pytest.approx(-float(weight), rel=1e-12)
+    assert trained.mass == pytest.approx(-weight.item(), rel=1e-12)
     np.testing.assert_allclose(trained.vectors["model"] - before["model"], -trained.mass, rtol=1e-12)
 
 
