@@ -22,10 +22,10 @@ from fedward_common.algorithms.base import AlgorithmOptions
 from fedward_common.algorithms.registry import ALGORITHMS, parse_options
 from fedward_common.algorithms.training import LocalOptions
 from fedward_common.errors import ConfigError
-from fedward_common.explain import NestedError, Source, show
+from fedward_common.explain import NAME_PATTERN, TASK_PATTERN, NestedError, Source, show
 from fedward_common.explain import explain as explain
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?$")]
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
 
@@ -80,7 +80,7 @@ class RunConfig(_Table):
     """One federated training, completely."""
 
     name: Name = Field(description="what lists and tables call the run")
-    task: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="'module:Class' in the bundle")
+    task: str = Field(pattern=TASK_PATTERN, description="'module:Class' in the bundle")
     rounds: int = Field(ge=1, le=1_000_000, description="rounds of the training")
     seed: int = Field(default=0, ge=0, lt=2**31, description="of the initial model, cohorts and batches")
     algorithm: Annotated[SerializeAsAny[AlgorithmOptions], BeforeValidator(_algorithm)]

@@ -28,6 +28,16 @@ _RULES: dict[str, str] = {
     "model_attributes_type": "must be a table. Write its keys below a [{field}] line.",
 }
 
+NAME_PATTERN = r"^[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?$"
+TASK_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+PATTERNS = {
+    NAME_PATTERN: (
+        "must be 1 to 64 lower-case letters, digits, '.', '_' or '-', a letter or digit first and last. Rename it so."
+    ),
+    TASK_PATTERN: "must be 'module:Class' of the bundle. Write for example \"digits.task:Digits\".",
+}
+"""Patterns that are explained in words."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -80,11 +90,7 @@ def _line(item: Any, location: Sequence[str | int], source: Source, known: Itera
 
 
 def _pattern_rule(pattern: str) -> str:
-    if ":" in pattern:
-        return "must be 'module:Class' of the bundle. Write for example \"digits.task:Digits\"."
-    return (
-        "must be 1 to 64 lower-case letters, digits, '.', '_' or '-', a letter or digit first and last. Rename it so."
-    )
+    return PATTERNS.get(pattern, f"must match {pattern}. Correct it.")
 
 
 def _suggest(key: str, source: Source, known: Iterable[str]) -> str:

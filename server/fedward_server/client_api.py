@@ -133,15 +133,16 @@ class RunClient:
     def events(
         self,
         run_id: str,
-        trouble: Callable[[str], None] = lambda text: None,
+        notice: Callable[[str], None] = lambda text: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> Iterator[Event]:
         """All events of a run as they happen, until it is over.
 
-        A server that is away is waited for; `trouble` is told once, and "" when it is back.
+        `notice` is told the run's place in the queue, and when a server that is away is waited for.
         Raises `Unreachable` when it stays away.
         """
         offset, waited, failures = 0, 0.0, 0
+        place: int | None = None
         while True:
             try:
                 page = self._service.get(
@@ -155,15 +156,18 @@ class RunClient:
                 if waited >= PATIENCE_SECONDS:
                     raise
                 if failures == 0:
-                    trouble(str(error))
+                    notice(f"waiting for the server: {error}")
                 pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
                 failures, waited = failures + 1, waited + pause
                 sleep(pause)
                 continue
             if failures:
-                trouble("")
+                notice("the server is back")
                 waited, failures = 0.0, 0
             offset = page["offset"]
+            if page.get("position") not in (None, place):
+                place = page["position"]
+                notice(f"queued: number {place} in line")
             yield from page["events"]
             if not page["events"] and page["status"] in ENDS:
                 return

@@ -164,16 +164,16 @@ def _watch(client: RunClient, run_id: str, as_json: bool) -> None:
     """Show a run until it ends; exit code 1 if it failed."""
     from fedward_server.live import follow, open_display
 
-    def trouble(text: str) -> None:
-        print(f"waiting for the server: {text}" if text else "the server is back", file=sys.stderr)
+    def notice(text: str) -> None:
+        # Standard error, so that JSON lines stay JSON lines.
+        print(text, file=sys.stderr)
 
     try:
         with open_display(as_json) as display:
-            follow(client.events(run_id, trouble), display)
+            follow(client.events(run_id, notice), display)
         found = client.run(run_id)
     except KeyboardInterrupt:
-        # Standard error, so that JSON lines stay JSON lines.
-        print(f"\nDetached; the run goes on. Come back: fedward run watch {run_id[:8]}", file=sys.stderr)
+        notice(f"\nDetached; the run goes on. Come back: fedward run watch {run_id[:8]}")
         raise typer.Exit(0) from None
     if not as_json:
         reason = f": {_plain(found['reason'])}" if found.get("reason") else ""
