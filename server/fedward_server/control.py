@@ -18,6 +18,7 @@ from flwr.proto.control_pb2 import (
     RegisterNodeRequest,
     StartRunRequest,
     StopRunRequest,
+    StreamLogsRequest,
     UnregisterNodeRequest,
 )
 from flwr.supercore.control.control_http_client import ControlHttpClient
@@ -110,6 +111,17 @@ class Control:
         """Stop a run; a run that is over already is fine."""
         if self.run_state(flower_run) in ("pending", "starting", "running"):
             self._call("StopRun", StopRunRequest(run_id=flower_run))
+
+    def run_log(self, flower_run: int) -> str:
+        """What the ServerApp of a finished run printed; "" for a run that is not finished or not known."""
+        if self.run_state(flower_run) != "finished":
+            return ""
+        try:
+            answers = self._call("StreamLogs", StreamLogsRequest(run_id=flower_run))
+            return "".join(answer.log_output for answer in answers)
+        except (FlowerError, httpx.HTTPError) as error:
+            # The stream is read after `_call` has returned.
+            raise ControlError(f"SuperLink does not give the log of run {flower_run}: {error}") from error
 
     def run_state(self, flower_run: int) -> RunState | None:
         """State of a run, None if the SuperLink does not know it."""

@@ -45,6 +45,9 @@ MAX_RESTARTS = 5
 STOP_GRACE = 60.0
 """Seconds beyond a round's deadline that a run has to obey a stop before it is ended by force."""
 
+_SHOWN = 4000
+"""Characters of a lost server process's output that go into the log."""
+
 _ENDED = (RunStatus.FINISHED, RunStatus.EARLY_STOPPED, RunStatus.STOPPED, RunStatus.FAILED)
 _ACTIVE = (RunStatus.STARTING, RunStatus.RUNNING)
 
@@ -68,6 +71,9 @@ class FlowerControl(Protocol):
 
     def stop_run(self, flower_run: int) -> None:
         """Stop a run."""
+
+    def run_log(self, flower_run: int) -> str:
+        """What the server process of a finished run printed; "" if that is not known."""
 
     def run_state(self, flower_run: int) -> str | None:
         """"pending" | "starting" | "running" | "finished"; None if the SuperLink does not know the run."""
@@ -459,6 +465,9 @@ class RunManager:
     def _revive(self, run: Run, paths: RunPaths) -> None:
         """Start a run again whose attempt is gone, unless it was to stop or has been started in vain too often."""
         end_owner(paths)
+        printed = self._control.run_log(int(run.flower_run_id)).strip() if run.flower_run_id else ""
+        if printed:
+            log.warning("the run's server process printed last:\n%s", printed[-_SHOWN:], extra={"run": run.id})
         if paths.stop.exists():
             self._finish(run.id, RunStatus.STOPPED, "stopped; its server process had ended before")
             return

@@ -53,13 +53,14 @@ def test_the_third_of_three_runs_waits_for_room(world: World) -> None:
     assert [view.status for view in world.manager.views()] == ["starting", "early_stopped", "starting", "queued"]
 
 
-def test_a_lost_run_is_resumed_with_the_next_epoch(world: World) -> None:
+def test_a_lost_run_is_resumed_with_the_next_epoch(world: World, caplog: pytest.LogCaptureFixture) -> None:
     run = world.submit()
     world.tick()
     world.flower.states[1] = "finished"
     world.tick()
     assert world.flower.started[1]["fedward-epoch"] == 2
     assert world.status(run) == "starting"
+    assert "Traceback of run 1" in caplog.text
     # A SuperLink that lost its database does not know the run at all.
     world.flower.states.clear()
     world.tick()

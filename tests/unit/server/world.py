@@ -84,6 +84,9 @@ class FakeFlower:
         self.stopped.append(flower_run)
         self.states[flower_run] = "finished"
 
+    def run_log(self, flower_run: int) -> str:
+        return f"Traceback of run {flower_run}" if self.states.get(flower_run) == "finished" else ""
+
     def run_state(self, flower_run: int) -> str | None:
         self.ping()
         return self.states.get(flower_run)
