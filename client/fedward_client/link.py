@@ -232,6 +232,15 @@ class Link:
 
     def receive(self) -> Incoming | None:
         """The next request for this node, or None. Raises `RecordError` for a message that is no request of ours."""
+        received = self.receive_message()
+        if received is None:
+            return None
+        message, metadata = received
+        request = message_to_request(message)
+        return Incoming(request, Ticket.of(metadata, request))
+
+    def receive_message(self) -> tuple[Message, Metadata] | None:
+        """The next message for this node, whatever it holds, with the metadata that an answer needs; or None."""
         if self._refusal is not None:
             raise self._refusal
         response = self._call(self._stub.PullMessages, PullMessagesRequest(node=self._node))
@@ -249,8 +258,7 @@ class Link:
         )
         message = inflate_object_from_contents(message_id, contents)
         assert isinstance(message, Message)
-        request = message_to_request(message)
-        return Incoming(request, Ticket.of(envelope.metadata, request))
+        return message, envelope.metadata
 
     def _pull(self, run: int, object_id: str) -> bytes:
         request = PullObjectRequest(node=self._node, run_id=run, object_id=object_id)
@@ -270,7 +278,10 @@ class Link:
 
     def send(self, reply: Reply, ticket: Ticket) -> None:
         """Announce a reply and upload its objects; each object is tried again on a passing error."""
-        message = reply_to_message(reply, ticket.message())
+        self.send_message(reply_to_message(reply, ticket.message()))
+
+    def send_message(self, message: Message) -> None:
+        """`send` for a message that is ready."""
         with no_object_id_recompute():
             message.metadata.__dict__["_message_id"] = message.object_id
             objects = get_all_nested_objects(message)
