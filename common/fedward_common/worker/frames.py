@@ -32,7 +32,7 @@ Tick = Callable[[], None]
 _PREFIX = struct.Struct("<IQ")
 _HEADER = struct.Struct("<Q")
 _CHUNK = 1 << 20
-_DTYPES = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I64": np.dtype("<i8")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I64": np.dtype("<i8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@%+-]*(/[A-Za-z0-9_][A-Za-z0-9_.@%+-]*)*")
 _MAX_NAME = 128
@@ -126,7 +126,7 @@ class Channel:
 
     def _read(self, length: int, start: bool = False) -> memoryview:
         # np.empty leaves pages untouched: a length that was claimed but never sent costs no memory.
-        buffer = memoryview(np.empty(length, dtype=np.uint8))
+        buffer = np.empty(length, dtype=np.uint8).data
         got = 0
         while got < length:
             self._tick()
@@ -169,7 +169,7 @@ def _blob(vectors: Mapping[str, Vector], limits: Limits) -> list[memoryview]:
     # Widest first, as safetensors does: every vector then starts aligned.
     for name, vector in sorted(vectors.items(), key=lambda item: (-np.asarray(item[1]).itemsize, item[0])):
         _check_name(name)
-        array = np.asarray(vector)
+        array: Vector = np.asarray(vector)
         code = _CODES.get(array.dtype.newbyteorder("<"))
         if code is None or array.ndim != 1:
             raise FrameError(f"vector {name!r} has dtype {array.dtype} and {array.ndim} axes; frames carry flat "
@@ -178,7 +178,7 @@ def _blob(vectors: Mapping[str, Vector], limits: Limits) -> list[memoryview]:
         entries[name] = {"dtype": code, "shape": [array.size], "data_offsets": [at, at + array.nbytes]}
         at += array.nbytes
         if array.size:
-            parts.append(memoryview(array).cast("B"))
+            parts.append(array.data.cast("B"))
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return [memoryview(_HEADER.pack(len(header)) + header), *parts]

@@ -1,0 +1,165 @@
+"""The site's own rules, in TOML. Whatever a run asks for, the node holds it against these and refuses what breaks
+one, naming the rule."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+from fedward_common.config import Name, RunConfig
+from fedward_common.errors import ConfigError
+from fedward_common.explain import Source, explain
+from fedward_common.messages import Failure, Purpose, Reason, Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+_GRACE = 5.0
+"""Seconds between the moment when a training is asked to stop and contribute and the one when it is ended."""
+_MIB = 1 << 20
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+class Policy(BaseModel):
+    """What this node agrees to. The descriptions stand as comments in the file that `default_policy_toml` writes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    approved_bundles_only: bool = Field(
+        default=True,
+        description="Run a bundle only after 'fedward node bundle approve'. With false, any data scientist of the\n"
+        "roster may run code on this site's data.",
+    )
+    allow_unsandboxed_worker: bool = Field(
+        default=False,
+        description="Run task code even where the kernel has no Landlock. It could then read this node's keys.",
+    )
+    algorithms: Annotated[tuple[str, ...], BeforeValidator(lambda value: () if value == "any" else value)] = Field(
+        default=(), description='Algorithms that may run, such as ["fedavg", "scaffold"]; empty or "any": all.'
+    )
+    run_tags: tuple[Name, ...] = Field(
+        default=(), description="Take part only in runs that carry one of these tags; empty: in all runs."
+    )
+    max_epochs: Annotated[int, Field(ge=1)] = Field(
+        default=20, description="Most passes over this site's data that a round may make (local.epochs)."
+    )
+    max_steps: Annotated[int, Field(ge=1)] = Field(
+        default=10_000, description="Most steps of local training that a round may make (local.steps)."
+    )
+    max_seconds_per_round: Annotated[float, Field(gt=0, strict=False)] = Field(
+        default=3600, description="A training or evaluation that takes longer is ended."
+    )
+    min_cohort: Annotated[int, Field(ge=1)] = Field(
+        default=2, description="Fewest nodes in a round (or an evaluation) for this node to take part in it."
+    )
+    max_memory_mb: Annotated[int, Field(ge=64)] | None = Field(
+        default=None,
+        description="Memory in MiB that a worker may use before it is ended; without it, three quarters of what\n"
+        "this machine (or container) has.",
+    )
+
+    @property
+    def max_memory_bytes(self) -> int:
+        """Resident memory that one worker may use."""
+        if self.max_memory_mb is not None:
+            return self.max_memory_mb * _MIB
+        return _machine_memory() * 3 // 4
+
+    def seconds_for(self, seconds: float | None) -> float:
+        """When work that was given `seconds` is ended by force."""
+        if seconds is None:
+            return self.max_seconds_per_round
+        return min(self.max_seconds_per_round, seconds + _GRACE)
+
+
+def _machine_memory() -> int:
+    total = int(psutil.virtual_memory().total)
+    if _CGROUP_LIMIT.is_file():
+        text = _CGROUP_LIMIT.read_text().strip()
+        if text.isdecimal():
+            total = min(total, int(text))
+    return total
+
+
+def load_policy(path: Path) -> Policy:
+    """The policy in a TOML file. A missing file is an error: it is written when the node joins, and a site whose
+    rules got lost must not fall back to others unseen. Raises `ConfigError`."""
+    try:
+        return parse_policy(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path}: no such file; a node has a policy. Restore it; an empty file stands for the strict defaults."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def parse_policy(text: str, name: str = "policy.toml") -> Policy:
+    """A `Policy` from TOML text. Raises `ConfigError`: one line a problem."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}") from error
+    # TOML arrays become tuples, which strict validation would not do by itself.
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in tables.items()}
+    try:
+        return Policy.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{name}:\n{explain(error, Source(Policy, name))}") from error
+
+
+def default_policy_toml() -> str:
+    """The default policy as a TOML file with a comment above each key."""
+    parts = ["# What this node agrees to. A run that breaks a rule is refused, and its data scientist told which.\n"
+             "# Changes count after a restart of the guard."]  # fmt: skip
+    for name, field in Policy.model_fields.items():
+        comment = "\n".join(f"# {line}" for line in str(field.description).splitlines())
+        value = field.default
+        parts.append(f"{comment}\n{f'{name} = {_toml(value)}' if value is not None else f'# {name} = 8192'}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _refusal(rule: str) -> Failure:
+    return Failure(Reason.POLICY, rule)
+
+
+def check_run(policy: Policy, config: RunConfig) -> list[Failure]:
+    """Every rule that a run's configuration breaks."""
+    found = []
+    algorithm = config.algorithm.name
+    if policy.algorithms and algorithm not in policy.algorithms:
+        found.append(_refusal(f"algorithms = {_toml(policy.algorithms)}, the run uses {algorithm}"))
+    if policy.run_tags and not set(policy.run_tags) & set(config.tags):
+        found.append(_refusal(f"run_tags = {_toml(policy.run_tags)}, the run has {_toml(config.tags)}"))
+    local = config.local
+    if local.epochs is not None and local.epochs > policy.max_epochs:
+        found.append(_refusal(f"max_epochs = {policy.max_epochs}, the run asks for {local.epochs}"))
+    if local.steps is not None and local.steps > policy.max_steps:
+        found.append(_refusal(f"max_steps = {policy.max_steps}, the run asks for {local.steps}"))
+    limit = policy.max_seconds_per_round
+    if local.max_seconds is not None and local.max_seconds > limit:
+        found.append(_refusal(f"max_seconds_per_round = {limit:g}, the run asks for {local.max_seconds:g}"))
+    return found
+
+
+def check_request(policy: Policy, request: Request) -> Failure | None:
+    """The rule that a request breaks, if any: a training or evaluation says how many nodes take part in it
+    (settings["cohort"])."""
+    if request.purpose not in (Purpose.TRAIN, Purpose.EVALUATE):
+        return None
+    cohort = request.settings.get("cohort")
+    if cohort is None and policy.min_cohort == 1:
+        return None
+    if type(cohort) is not int:
+        return _refusal(f"min_cohort = {policy.min_cohort}, the request does not say how many nodes take part")
+    if cohort < policy.min_cohort:
+        return _refusal(f"min_cohort = {policy.min_cohort}, the request is for {cohort}")
+    return None
