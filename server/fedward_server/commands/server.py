@@ -32,7 +32,7 @@ from fedward_server.paths import ServerPaths
 from fedward_server.settings import Settings, make_settings
 from fedward_server.store import LIVE_RUNS, NodeStatus, active_nodes, all_nodes, current_number, list_runs, scientists
 
-app = typer.Typer(no_args_is_help=True, help="Set up and run the server; invite and revoke nodes.", add_completion=False)
+app = typer.Typer(no_args_is_help=True, help="Set up and run the server; invite nodes.", add_completion=False)
 node_app = typer.Typer(no_args_is_help=True, help="Enrolled nodes.")
 scientist_app = typer.Typer(no_args_is_help=True, help="Data scientists: who may start runs.")
 app.add_typer(node_app, name="node")
