@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -30,18 +31,18 @@ class Fenced(FedwardError):
 @dataclass(frozen=True)
 class Owner:
     """The process that may write to a run. created: its start (seconds since 1970), so that a reused pid is
-    told apart; command: its command line, for the same reason."""
+    told apart; command: SHA-256 of its command line (which may hold a secret), for the same reason."""
 
     epoch: int
     pid: int
     created: float
-    command: list[str]
+    command: str
 
     def process(self) -> psutil.Process | None:
         """The owner's process if it is alive and really is the one that took the run over."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created) < 0.05 and process.cmdline() == self.command
+            same = abs(process.create_time() - self.created) < 0.05 and _digest(process) == self.command
             alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return None
@@ -88,7 +89,7 @@ def take_over(paths: RunPaths, epoch: int, patience: float = 10.0) -> Ownership:
         former = read_owner(paths)
         if former is not None and former.epoch > epoch:
             raise Fenced(f"run {paths.root.name}: epoch {epoch} is older than epoch {former.epoch}, which owns it.")
-        owner = Owner(epoch, me.pid, me.create_time(), me.cmdline())
+        owner = Owner(epoch, me.pid, me.create_time(), _digest(me))
         # Written before the former owner is ended: from here on its own checks fail.
         write_atomic(paths.owner, json.dumps(asdict(owner)).encode())
         if former is not None and former.pid != me.pid:
@@ -117,6 +118,10 @@ def end_owner(paths: RunPaths) -> bool:
     """End the process that owns the run, with its children. Says whether there was one."""
     owner = read_owner(paths)
     return owner is not None and _end(owner)
+
+
+def _digest(process: psutil.Process) -> str:
+    return hashlib.sha256("\0".join(process.cmdline()).encode(errors="surrogateescape")).hexdigest()
 
 
 def _end(owner: Owner) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import sys
@@ -34,6 +35,12 @@ SHUTDOWN = 2
 """Seconds that open requests (long polls) have to end at a stop."""
 
 
+RECONCILE = 15.0
+"""Seconds between two looks at whether the SuperLink knows the nodes that are enrolled, and no others."""
+
+log = logging.getLogger(__name__)
+
+
 class SuperLinkControl(NodeControl, FlowerControl, Protocol):
     """What the service needs of the SuperLink."""
 
@@ -42,6 +49,26 @@ def roster_reader(paths: ServerPaths) -> Callable[[], Roster]:
     """Reads the federation's present roster and verifies it."""
     authority = load_private(paths.roster_key).public_key()
     return lambda: open_roster(read_roster(paths.roster), authority)
+
+
+async def keep_membership(reconcile: Callable[[], int], pause: float = RECONCILE) -> None:
+    """Keep Flower's list of nodes like ours, until cancelled: a node that was revoked while the SuperLink was down
+    is cut off once it is up, and all nodes are registered again if its database was lost."""
+    answered = True
+    while True:
+        try:
+            changed = await to_thread.run_sync(reconcile)
+        except FedwardError as error:
+            if answered:
+                log.warning("the nodes' registrations cannot be checked now: %s", error)
+            answered = False
+        except Exception:  # noqa: BLE001  (a full disk or a locked store must not end the watch: it tries again)
+            log.exception("the nodes' registrations cannot be checked; trying again")
+        else:
+            answered = True
+            if changed:
+                log.warning("%d registrations at the SuperLink differed from the roster and were corrected", changed)
+        await asyncio.sleep(pause if answered else 1.0)
 
 
 def build(
@@ -60,7 +87,9 @@ def build(
         shutil.rmtree(app.state.uploads, ignore_errors=True)
         owner_folder(app.state.uploads)
         manager.start()
+        membership = asyncio.create_task(keep_membership(enrolment.reconcile))
         yield
+        membership.cancel()
         await to_thread.run_sync(manager.close)
 
     def parts() -> dict[str, str]:

@@ -352,7 +352,7 @@ def check_initialised(paths: ServerPaths, now: datetime | None = None) -> None:
     if until <= (now or datetime.now(UTC)):
         raise SupervisorError(
             f"{paths.server_certificate}: the server's certificate expired on {until:%Y-%m-%d}: no node would connect. "
-            "Renew it (see 'Certificate renewal' in docs/operations.md)."
+            "Renew it with 'fedward server renew'."
         )
 
 
@@ -393,8 +393,8 @@ def up(paths: ServerPaths) -> int:
             ) from error
         end_leftovers(paths)
         parts = [
-            Part("superlink", [sys.executable, "-m", "fedward_server.superlink"], SUPEREXEC, SUPERLINK_ROUTINE),
-            Part("service", [sys.executable, "-m", "fedward_server.service"]),
+            Part("superlink", [sys.executable, "-P", "-m", "fedward_server.superlink"], SUPEREXEC, SUPERLINK_ROUTINE),
+            Part("service", [sys.executable, "-P", "-m", "fedward_server.service"]),
         ]
         return Supervisor(
             parts,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -82,15 +83,16 @@ def test_the_same_epoch_passes_to_the_newer_process(paths: RunPaths, start: Star
     check(paths, 1)
 
 
-@pytest.mark.parametrize("change", [{"created": 1.0}, {"command": ["something", "else"]}])
+@pytest.mark.parametrize("change", [{"created": 1.0}, {"command": "0" * 64}])
 def test_a_process_that_reuses_the_pid_is_left_alone(paths: RunPaths, change: dict[str, object]) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         process = psutil.Process(stranger.pid)
         while process.cmdline()[1:2] != ["-c"]:
             pass
+        command = hashlib.sha256("\0".join(process.cmdline()).encode()).hexdigest()
         paths.root.mkdir()
-        owner = {"epoch": 1, "pid": stranger.pid, "created": process.create_time(), "command": process.cmdline()}
+        owner = {"epoch": 1, "pid": stranger.pid, "created": process.create_time(), "command": command}
         paths.owner.write_text(json.dumps({**owner, **change}))
         assert not end_owner(paths)
         take_over(paths, 2).release()

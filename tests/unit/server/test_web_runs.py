@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ class Api:
         settings, self.store = authority.open_server(self.paths)
         self.flower = FakeSuperLink()
         # Not entered as a context: the run manager's thread does not run, tests call `tick`.
-        app = build(self.paths, settings, self.store, self.flower, supervisor=1)
+        app = build(self.paths, settings, self.store, self.flower, supervisor=os.getpid())
         self.manager: RunManager = app.state.runs
         owner_folder(app.state.uploads)
         self.uploads: Path = app.state.uploads
