@@ -62,7 +62,8 @@ async def keep_membership(reconcile: Callable[[], int], pause: float = RECONCILE
             if answered:
                 log.warning("the nodes' registrations cannot be checked now: %s", error)
             answered = False
-        except Exception:  # noqa: BLE001  (a full disk or a locked store must not end the watch: it tries again)
+        except Exception:
+            # A full disk or a locked store must not end the watch: it tries again.
             log.exception("the nodes' registrations cannot be checked; trying again")
         else:
             answered = True
