@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
 from fedward_common.errors import FedwardError
 from flwr.common.constant import Status
 from flwr.common.serde import fab_to_proto, user_config_to_proto
@@ -78,8 +78,9 @@ class Control:
         self._call("ListRuns", ListRunsRequest(limit=1))
 
     def register_node(self, public_key: bytes) -> int:
-        """Make a key (OpenSSH form) known; returns Flower's node id."""
-        key = load_ssh_public_key(public_key)
+        """Make a key (PEM or OpenSSH form) known; returns Flower's node id."""
+        pem = public_key.startswith(b"-----BEGIN")
+        key = load_pem_public_key(public_key) if pem else load_ssh_public_key(public_key)
         if not isinstance(key, EllipticCurvePublicKey):
             raise ControlError(f"a node's Flower key must be an EC key, this is {type(key).__name__}")
         return int(

@@ -143,15 +143,8 @@ def nodes(as_json: Json = False, credential: CredentialOption = None) -> None:
     if as_json:
         typer.echo(json.dumps(found))
         return
-    rows = [
-        (
-            node["name"],
-            "online" if node.get("online") else node.get("status", "offline"),
-            " ".join(node.get("tags", [])),
-        )
-        for node in found
-    ]
-    _table(("node", "status", "tags"), rows, "no nodes yet; the server admin invites them")
+    rows = [(node["name"], node["link"], " ".join(node["tags"]), _when(node["enrolled"])) for node in found]
+    _table(("node", "link", "tags", "enrolled"), rows, "no nodes yet; the server admin invites them")
 
 
 def _client(credential: Path | None) -> RunClient:
