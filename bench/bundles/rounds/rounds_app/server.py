@@ -1,0 +1,54 @@
+"""ServerApp of a real run without a task: Fedward's round engine over a model of so many parameters.
+
+Told by the run configuration "bench" (JSON): root (the run's directory), config (RunConfig), parameters. Leaves
+`memory.json` beside the events: the process's memory before the first round and at its peak.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from fedward_common.config import RunConfig
+from fedward_common.update import Kind, Layout, TensorSpec
+from fedward_server.events import EventLog
+from fedward_server.grid import FlowerTransport, NumberedDirectory
+from fedward_server.paths import RunPaths
+from fedward_server.rounds import Rounds
+from fedward_server.strategy import sum_algorithm
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    told = json.loads(str(context.run_config["bench"]))
+    paths = RunPaths(Path(told["root"]))
+    config = RunConfig.model_validate(told["config"])
+    weight = TensorSpec("weight", (told["parameters"],), "float32", Kind.TRAINABLE)
+    model = np.random.default_rng(0).standard_normal(told["parameters"], dtype=np.float32)
+    transport = FlowerTransport(grid, NumberedDirectory())
+    transport.online()  # the connection to the SuperLink is part of the process as it stands before a round
+    rounds = Rounds(
+        config=config,
+        algorithm=sum_algorithm(config),
+        layout=Layout((weight,)),
+        initial={"model": model},
+        transport=transport,
+        paths=paths,
+        epoch=1,
+        log=EventLog(paths.events),
+        grace=5.0,
+    )
+    before = status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    outcome = rounds.run()
+    memory = {"before": before, "peak": status_bytes("VmHWM"), "status": outcome.status, "reason": outcome.reason}
+    (paths.root / "memory.json").write_text(json.dumps(memory))
+
+
+def status_bytes(field: str) -> int:
+    """A size in /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
