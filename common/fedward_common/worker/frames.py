@@ -347,8 +347,8 @@ def _number(name: object, value: object) -> float:
 def done_from_frame(frame: Frame, op: str) -> Done:
     """The result of a work with this `op`. Raises `FrameError`.
 
-    Metric names are short plain names and info holds numbers and truth values only (and for "prepare" the text
-    "layout"): task code must not send free text off the node. Values may be NaN: the update gate judges them.
+    Metric names are short plain names and info holds numbers and truth values only (and for "prepare" and
+    "initial" the text "layout"): task code must not send free text off the node. Values may be NaN: the update gate judges them.
     """
     from fedward_common.local import Done
 
@@ -372,7 +372,7 @@ def _check_info(info: object, op: str) -> dict[str, Any]:
         raise FrameError(f"a result's info is not an object with at most {_MAX_INFO} keys.")
     for name, value in info.items():
         _check_name(name)
-        if op == "prepare" and name == "layout":
+        if op in ("prepare", "initial") and name == "layout":
             if not isinstance(value, str):
                 raise FrameError("a result's info.layout is not text.")
         elif type(value) not in (bool, int, float):
