@@ -63,7 +63,7 @@ def test_equals_the_exact_mean(cohort):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(-(2.0**40), 2.0**40), min_size=2, max_size=6), st.permutations(range(6)))
+@given(st.lists(st.floats(-(2.0**28), 2.0**28), min_size=2, max_size=6), st.permutations(range(6)))
 def test_nothing_overflows_and_refusal_does_not_depend_on_order(numbers, order):
     """Every update is either refused for itself, or in the sum, and the sum is right."""
     order = [i for i in order if i < len(numbers)]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from fedward_common.messages import Purpose
 from fedward_server import checkpoint
 
 from .world import Bomb, Bombed, Crash, Lossy, same_bits
@@ -45,6 +46,9 @@ def test_a_crash_at_any_step_changes_nothing(world, armed, nodes_restart):
         assert [e["round"] for e in w.events("round")] == [1, 2, 3], f"after a crash at step {step}"
         assert [e["cohort"] for e in w.events("round")] == [e["cohort"] for e in undisturbed.events("round")]
         np.testing.assert_allclose(again.state.vectors["c"], w.mean_kept(), atol=1e-9)
+        for node in w.nodes.values():
+            stamps = [(r.round, r.attempt) for r in node.asked if r.purpose is Purpose.TRAIN]
+            assert len(set(stamps)) == len(stamps), "a lost attempt could pass for the one that counted"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -75,3 +79,19 @@ def test_a_node_killed_in_mid_round_changes_nothing_but_its_round(world):
     outcome = w.run(Dies(Bomb()))
     assert [len(e["replies"]) for e in w.events("round")] == [4, 3, 4, 4]
     np.testing.assert_allclose(outcome.state.vectors["c"], w.mean_kept(), atol=1e-9)
+
+
+def test_a_resumed_run_waits_for_the_nodes_that_it_had(world):
+    """One of them reconnects late; with min_nodes = 1 the run could go on without it, to another model."""
+    whole = world(rounds=3).run()
+    w = world(rounds=3)
+    w.run(should_stop=lambda: bool(w.events("round")))
+    looks = []
+
+    class BackLater(Bombed):
+        def online(self, name):
+            looks.append(name)
+            return name != "node-3" or looks.count(name) > 3
+
+    again = w.run(BackLater(Bomb()))
+    assert again.status == "finished" and same_bits(whole, again)
