@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedward_common.errors import FedwardError
@@ -36,6 +36,9 @@ from fedward_client.state import FileStore
 from fedward_client.status import StatusFile
 
 log = logging.getLogger("fedward.node")
+
+_SELF_STOP = 0.8
+"""Share of a time limit after which training ends by itself."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +194,10 @@ class Guard:
         )
 
         def execute(work: Work) -> Done:
-            seconds = self._policy.seconds_for(work.seconds)
-            return self._workers.do(run, setup, work, seconds, wait=seconds)
+            limit = self._policy.seconds_for(work.seconds)
+            # Training stops by itself a little earlier: partial work is worth more than a killed worker.
+            early = replace(work, seconds=_SELF_STOP * limit)
+            return self._workers.do(run, setup, early, limit, wait=limit)
 
         store = FileStore(run_dir / "state")
         session = Session(

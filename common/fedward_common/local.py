@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a `Work`. prepare: info["layout"] (JSON text). initial: vectors "model", and
+    """The result of a `Work`. prepare: info["layout"] (JSON text). initial: the same, and vectors "model", and
     "statistic" and "counter" where the model has such tensors. train: vectors = update groups, state,
     weight, metrics sums, info steps/complete. evaluate: metrics sums."""
 
@@ -117,7 +117,8 @@ class LocalRunner:
         state = model.state_dict()
         names = {MODEL: Kind.TRAINABLE, STATISTIC: Kind.STATISTIC, "counter": Kind.COUNTER}
         layout = self.layout
-        return Done({name: layout.pack(state, kind) for name, kind in names.items() if layout.size(kind)})
+        vectors = {name: layout.pack(state, kind) for name, kind in names.items() if layout.size(kind)}
+        return Done(vectors, info={"layout": layout.to_json()})
 
     def _train(self, work: Work) -> Done:
         built, layout = self._built, self._built.layout

@@ -7,6 +7,7 @@ worker.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 
 from fedward_common.config import RunConfig
@@ -26,6 +27,8 @@ from fedward_server.taskhost import TaskHost
 
 app = ServerApp()
 
+_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
@@ -35,6 +38,10 @@ def main(grid: Grid, context: Context) -> None:
     run = paths.run(manifest.run)
     ownership = take_over(run, int(str(context.run_config["fedward-epoch"])))
     log = EventLog(run.events)
+    # Flower throws a ServerApp's output away; the run's directory keeps what we need to know.
+    logging.basicConfig(filename=run.root / "server.log", level=logging.INFO, format=_FORMAT, force=True)
+    for name in ("httpx", "flwr"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         _rounds(grid, paths, run, manifest.run_config(), ownership.epoch, log)
     except Fenced:
@@ -42,6 +49,9 @@ def main(grid: Grid, context: Context) -> None:
     except FedwardError as error:
         # Trying again would end the same way; a crash of any other kind is resumed by the service.
         log.append("run_finished", status="failed", reason=str(error), round=0, best_round=None, seconds=0.0)
+    except Exception:
+        logging.exception("this attempt broke; the service starts the next one")
+        raise
     finally:
         ownership.release()
 

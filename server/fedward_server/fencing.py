@@ -24,6 +24,10 @@ from fedward_common.files import write_atomic
 from fedward_server.paths import RunPaths
 
 
+_PROGRAM = 2
+"""Interpreter and script: Flower overwrites the rest of a ServerApp's command line, which holds its token."""
+
+
 class Fenced(FedwardError):
     """This process may not write to the run: another one with the same or a higher epoch owns it."""
 

@@ -54,7 +54,7 @@ class Fedward(Strategy):
         self._work_dir = work_dir
         self._epoch = epoch
 
-    def start(  # type: ignore[override]
+    def start(
         self,
         grid: Grid,
         initial_arrays: ArrayRecord,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class TaskHost:
 
     def __init__(self, config: RunConfig, paths: ServerPaths, run: RunPaths, data: Mapping[str, Any]) -> None:
         folder = run.root / "bundle"
+        # An earlier attempt may have been cut off while it unpacked.
+        shutil.rmtree(folder, ignore_errors=True)
         Bundle.open(run.bundle.read_bytes()).unpack(folder)
         named = [Path(value) for value in data.values() if isinstance(value, str) and value.startswith("/")]
         setup = Setup(

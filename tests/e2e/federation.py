@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,13 +29,14 @@ TOY = Path(__file__).parent / "toy"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    """Ports that nobody listens on now, outside the range from which the kernel takes ports for clients."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(15000, 30000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("0.0.0.0", port))
+            if port not in ports:
+                ports.append(port)
     return ports
 
 
@@ -116,11 +120,10 @@ class Federation:
         """Enrol a node; returns its state directory."""
         extra = [part for tag in tags for part in ("--tag", tag)]
         text = fedward("server", "invite", name, "--dir", self.state, *extra).stdout
-        words = text.replace("\\\n", " ").split()
-        url = next(word for word in words if word.startswith("https://"))
-        token = next(word for word in words if word.startswith("FW1"))
+        # Exactly what the server admin hands over, with the directory added.
+        line = next(line for line in text.splitlines() if line.startswith("fedward node join"))
         folder = self.root / name
-        fedward("node", "join", url, "--token", token, "--dir", folder)
+        fedward(*shlex.split(line)[1:], "--dir", folder)
         lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items())
         (self.root / f"{name}.toml").write_text(f'[node]\ndevice = "cpu"\n\n[data]\n{lines}')
         (folder / "policy.toml").write_text(policy or "approved_bundles_only = false\n")
@@ -135,7 +138,7 @@ class Federation:
         process = self.nodes.setdefault(name, Process(command, self.root / f"{name}.log"))
         seen = process.log.stat().st_size if process.log.exists() else 0
         process.start()
-        until(f"{name} connected", lambda: "connected" in process.text()[seen:])
+        until(f"{name} connected", lambda: "connected" in process.text()[seen:], 120)
         return process
 
     def submit(self, config: str, project: Path = TOY) -> str:
