@@ -68,7 +68,7 @@ def test_vectors_and_tensors_are_inverse(shape, seed):
     assert Layout.from_json(layout.to_json()) == layout
 
 
-weights = st.lists(st.integers(1, 1000), min_size=1, max_size=20)
+weights = st.lists(st.floats(0.1, 1000), min_size=1, max_size=20)
 
 
 positive = st.floats(2.0**-100, 2.0**100, width=32)

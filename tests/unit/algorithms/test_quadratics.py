@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from federation import Federation, Quadratic, configure
+from fedward_common.local import Work
 
 CURVATURE = np.array([0.2, 0.4, 1.0])
 OPTIMA = np.array([-1.6, 0.0, 1.6])
@@ -70,8 +71,11 @@ def test_scaffold_with_momentum_and_decay_reaches_the_decayed_optimum(option):
     assert abs(w - best) < 1e-9
 
 
-def test_options_agree_at_one_full_batch_step():
-    first, second = (federation({"name": "scaffold", "option": option}, steps=1) for option in ("I", "II"))
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_options_agree_at_one_full_batch_step(decay):
+    first, second = (
+        federation({"name": "scaffold", "option": option}, steps=1, weight_decay=decay) for option in ("I", "II")
+    )
     for _ in range(30):
         first.round()
         second.round()
@@ -162,8 +166,6 @@ def test_partial_work_counts():
     """A node out of time contributes the one step it did, at its full weight, and its mass says so."""
     fed = federation({"name": "fedprox", "mu": 0.5})
     runner = fed.runners["n0"]
-    from fedward_common.local import Work
-
     done = runner.do(Work("train", 1, fed.algorithm.broadcast(fed.state), seconds=0.0))
     assert done.info == {"steps": 1, "complete": False}
     assert done.weight == 1
