@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedward_common.config import EvaluationOptions
 from fedward_common.errors import ConfigError, UpdateError
@@ -44,7 +44,9 @@ def evaluate(
     transport: Transport, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
 ) -> Evaluation:
     """Have nodes evaluate the model in `request`; one exchange for both groups."""
-    asked = dict.fromkeys(sorted({*nodes, *holdout}), request)
+    names = sorted({*nodes, *holdout})
+    # A node's policy may ask for a least number of nodes.
+    asked = dict.fromkeys(names, replace(request, settings={**request.settings, "cohort": len(names)}))
     sums = {True: MetricSums(), False: MetricSums()}
     failures: dict[str, Failure] = {}
     answered: set[str] = set()

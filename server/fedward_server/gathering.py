@@ -65,7 +65,7 @@ class Gathering:
         """
         wave = wave_size(self.shapes, len(self.requests))
         seconds = deadline.left() * (1.0 if wave is None else 1.0 - _UPLOAD_SHARE)
-        settings = {"seconds": seconds, "hold": wave is not None}
+        settings = {"seconds": seconds, "hold": wave is not None, "cohort": len(self.requests)}
         asked = {name: replace(r, settings={**r.settings, **settings}) for name, r in self.requests.items()}
         for name, reply in transport.exchange({**others, **asked}, seconds):
             if name not in self.requests:
