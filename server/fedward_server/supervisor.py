@@ -37,6 +37,9 @@ FIRST_DELAY, LONGEST_DELAY, STEADY = 0.5, 30.0, 60.0
 GRACE = 5.0
 """Seconds that children have to stop after SIGTERM."""
 
+HEAD_START = 1.0
+"""Seconds of them before the processes that the SuperLink started are killed."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_LINE = 65536
 
@@ -268,11 +271,14 @@ class Supervisor:
         for one in self._children:
             if one.process is not None:
                 one.process.terminate()
-        until = time.monotonic() + self._grace
-        signals = self._signals
-        while time.monotonic() < until and self._signals == signals:
+        began = time.monotonic()
+        signals, lonely = self._signals, False
+        while time.monotonic() < began + self._grace and self._signals == signals:
             self._forward(0.05)
             self._collect_ended()
+            if not lonely and time.monotonic() > began + HEAD_START:
+                lonely = True
+                self._kill_below_parts()
             if all(one.process is None for one in self._children):
                 break
         slow = [one.part.name for one in self._children if one.process is not None]
@@ -280,6 +286,15 @@ class Supervisor:
             self._say(f"killing {', '.join(slow)}: still alive after {self._grace:g} s")
         self._kill_all()
         self._forward(0)
+
+    def _kill_below_parts(self) -> None:
+        """A SuperLink waits for the connections of its ServerApps, which do not end by themselves. They lose
+        nothing but the round in flight: checkpoints are written atomically."""
+        for one in self._children:
+            if one.process is not None and one.part.companion is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for process in psutil.Process(one.process.pid).children():
+                        _kill_tree(process)
 
     def _kill_all(self) -> None:
         """Kill every descendant, again until none is left (one may be forking)."""
@@ -316,6 +331,8 @@ def environment(paths: ServerPaths, style: Style) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
         "OMP_NUM_THREADS": "1",
+        # glibc else keeps freed tensors: each freed block raises the size up to which it holds on to memory.
+        "MALLOC_MMAP_THRESHOLD_": "1048576",
     }
 
 

@@ -19,7 +19,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from fedward_common.files import lock_file
+from fedward_server import authority
 from fedward_server.paths import STATE_VARIABLE, ServerPaths
+from fedward_server.settings import make_settings
 from fedward_server.supervisor import (
     LONGEST_DELAY,
     STEADY,
@@ -29,6 +32,7 @@ from fedward_server.supervisor import (
     check_initialised,
     end_leftovers,
     environment,
+    up,
 )
 
 DRIVER = """
@@ -178,6 +182,23 @@ def test_a_part_that_ignores_sigterm_is_killed_with_all_that_it_started(drive: t
     assert not grandchild.is_running()
 
 
+def test_a_part_that_waits_for_what_it_started_is_not_waited_for(drive: type[Driver], tmp_path: Path) -> None:
+    (tmp_path / "companion").write_text(
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    parent = f"""
+        import signal, subprocess, sys
+        child = subprocess.Popen([sys.executable, {str(tmp_path / "companion")!r}], start_new_session=True)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        child.wait()
+        print("left alone", flush=True)
+    """
+    driver = drive([("part", parent, "companion")], grace=60.0)
+    driver.until("deaf")
+    assert driver.stop() == 0
+    assert any("left alone" in line for line in driver.lines)
+
+
 def test_parts_die_with_a_killed_supervisor(drive: type[Driver]) -> None:
     driver = drive([("part", STEADY_PART)])
     part = psutil.Process(pid_in(driver.until("part started")))
@@ -284,3 +305,10 @@ def test_children_get_closed_mouths_and_the_right_programs(tmp_path: Path) -> No
     assert found["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert found[STATE_VARIABLE] == str(tmp_path)
     assert found["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+
+
+def test_a_second_up_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
+    paths = ServerPaths(tmp_path / "server")
+    authority.init(paths, make_settings(name="fl.example.org"))
+    with lock_file(paths.root / "up.lock"), pytest.raises(SupervisorError, match=f"already \\(pid {os.getpid()}\\)"):
+        up(paths)
