@@ -132,12 +132,11 @@ class Checkpoints:
 
     def write(self, checkpoint: Checkpoint) -> Path:
         """Save durably, then drop what need not be kept: all but the last three, the best and every
-        (rounds // 20)-th. Raises `Fenced` if a newer process owns the run; then nothing has changed.
+        (rounds // 20)-th. Raises `Fenced` if a newer process owns the run; then no checkpoint has changed.
         """
         folder = owner_folder(self._paths.checkpoints)
         path = folder / f"round-{checkpoint.round:07d}.safetensors"
         temporary = folder / f".{path.name}.{os.getpid()}.tmp"
-        self._check_owner()
         with open(temporary, "wb", opener=_owner_only) as file:
             _write_safetensors(file, checkpoint.state.vectors, checkpoint.to_json())
             file.flush()

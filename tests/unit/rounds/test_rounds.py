@@ -287,6 +287,19 @@ def test_a_named_node_that_comes_late_joins_and_others_stay_outside(world):
     np.testing.assert_allclose(outcome.state.vectors["c"], kept, atol=1e-9)
 
 
+def test_a_node_that_went_away_is_passed_over_and_prepares_again(world):
+    w = world(rounds=5)
+
+    class Away(Faults):
+        def online(self, name):
+            return name != "node-1" or len(w.events("round")) != 1
+
+    w.run(Away())
+    assert [len(e["cohort"]) for e in w.events("round")] == [4, 3, 3, 4, 4]
+    assert [e["failures"].get("node-1", "")[:7] for e in w.events("round")] == ["", "offline", "no_repl", "", ""]
+    assert w.nodes["node-1"].purposes().count(Purpose.PREPARE) == 2
+
+
 def test_a_stranger_that_comes_later_is_not_asked(world):
     w = world(rounds=3)
     w.run(_Presence(node_3=(8, 10**9)))
