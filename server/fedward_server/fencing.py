@@ -35,7 +35,7 @@ class Fenced(FedwardError):
 @dataclass(frozen=True)
 class Owner:
     """The process that may write to a run. created: its start (seconds since 1970), so that a reused pid is
-    told apart; command: SHA-256 of its command line (which may hold a secret), for the same reason."""
+    told apart; command: SHA-256 of its program's name, for the same reason."""
 
     epoch: int
     pid: int
@@ -125,7 +125,7 @@ def end_owner(paths: RunPaths) -> bool:
 
 
 def _digest(process: psutil.Process) -> str:
-    return hashlib.sha256("\0".join(process.cmdline()).encode(errors="surrogateescape")).hexdigest()
+    return hashlib.sha256("\0".join(process.cmdline()[:_PROGRAM]).encode(errors="surrogateescape")).hexdigest()
 
 
 def _end(owner: Owner) -> bool:
