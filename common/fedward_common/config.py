@@ -34,7 +34,7 @@ def _algorithm(value: Any) -> AlgorithmOptions:
     if isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"] in ALGORITHMS:
         options = ALGORITHMS[value["name"]].Options
         try:
-            return options.model_validate_json(json.dumps(value), strict=True)
+            return options.model_validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
             raise NestedError(error, options) from error
     return parse_options(value)
@@ -181,8 +181,9 @@ def parse_config(tables: dict[str, Any]) -> RunConfig:
             "\n".join(f"{key} = {show(rest[key])}: also in [run]. Give it once; remove one." for key in twice)
         )
     try:
-        # By way of JSON: strict there still reads a list as a tuple.
-        return RunConfig.model_validate_json(json.dumps({**run, **rest}, default=str), strict=True)
+        # By way of JSON: strict there still reads a list as a tuple. TOML's dates are no text, so not made one.
+        text = json.dumps({**run, **rest}, default=lambda date: [str(date)])
+        return RunConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         source = Source(RunConfig, "the run's TOML", "; 'fedward plan --keys' lists all keys")
         raise ConfigError(explain(error, source)) from error

@@ -241,7 +241,15 @@ def _table(rows: Iterable[Row], metric: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     headers = ("round", "replies", "failures", "train loss", "loss", metric, "MB down", "MB up", "seconds")
     for header in headers:
-        table.add_column(Text(header), justify="left" if header == "failures" else "right", no_wrap=True)
+        # Only the reasons may wrap: numbers stay whole in a narrow window.
+        wraps = header == "failures"
+        table.add_column(
+            Text(header),
+            justify="left" if wraps else "right",
+            no_wrap=not wraps,
+            overflow="fold",
+            min_width=8 if wraps else None,
+        )
     for row in rows:
         failed = f"failed: {row.reason}; " if row.reason else ""
         table.add_row(

@@ -48,14 +48,13 @@ class Forecast:
 
 def open_task(config: RunConfig, project: Path) -> Task:
     """The run's task from the project folder. Raises `TaskError`, also if it lies outside."""
-    task = load_task(config.task, project)
     module = config.task.partition(":")[0].partition(".")[0]
     if not (project / module).is_dir() and not (project / f"{module}.py").is_file():
         raise TaskError(
             f"task = {config.task!r}: module {module!r} is not in {project}, so it would not be in the "
             "bundle. Put the task's package beside run.toml."
         )
-    return task
+    return load_task(config.task, project)
 
 
 def refusals(config: RunConfig, project: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import gzip
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,5 +51,6 @@ def part(folder: Path, split: str, config: Mapping[str, Any]) -> TensorDataset:
     return TensorDataset(images, torch.tensor(y[mine], dtype=torch.int64))
 
 
+@cache  # a simulation has many nodes in one process
 def read(path: Path, header: int) -> np.ndarray:
     return np.frombuffer(gzip.decompress(path.read_bytes()), dtype=np.uint8, offset=header)

@@ -1,6 +1,7 @@
 """MNIST by real writer: each node holds the digits of a group of people."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,10 @@ class Writers:
     def data(self, config: Mapping[str, Any]) -> Data:
         """[data]: path (npz), partition, partitions; split = "test" for the writers that nobody trains on."""
         split = config.get("split", "train")
-        with np.load(config["path"]) as file:
-            writer = file[f"{split}_writer"]
-            group = np.unique(writer)[config["partition"] :: config["partitions"]]
-            mine = np.isin(writer, group)
-            x, y = file[f"{split}_x"][mine], file[f"{split}_y"][mine]
+        images, labels, writer = load(config["path"], split)
+        group = np.unique(writer)[config["partition"] :: config["partitions"]]
+        mine = np.isin(writer, group)
+        x, y = images[mine], labels[mine]
         last = np.arange(len(y)) % 5 == 4
         return Data(train=dataset(x[~last], y[~last]), test=dataset(x[last], y[last]))
 
@@ -38,6 +38,12 @@ class Writers:
     def metrics(self, model: nn.Module, batch: Pair) -> dict[str, torch.Tensor]:
         x, y = batch
         return {"accuracy": (model(x).argmax(1) == y).float().mean()}
+
+
+@cache  # a simulation has many nodes in one process
+def load(path: str, split: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    with np.load(path) as file:
+        return file[f"{split}_x"], file[f"{split}_y"], file[f"{split}_writer"]
 
 
 def dataset(x: np.ndarray, y: np.ndarray) -> TensorDataset:

@@ -1,0 +1,163 @@
+"""`fedward plan`: the forecast against what a run really moves, and everything that it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from fedward_common.algorithms.registry import ALGORITHMS
+from fedward_common.cli import build
+from fedward_common.config import RunConfig, load_config
+from fedward_server.keys import all_keys
+from fedward_server.plan import forecast, open_task, refusals
+from fedward_server.project import create
+from safetensors.numpy import save_file
+
+Change = Callable[[Path], None]
+
+
+def fedward(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(build(), [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("projects")
+    create("plan-trial", folder, "tests")
+    return folder / "plan-trial"
+
+
+@pytest.fixture
+def project(template: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def edit(file: str, old: str, new: str) -> Change:
+    def change(project: Path) -> None:
+        text = (project / file).read_text()
+        assert old in text
+        (project / file).write_text(text.replace(old, new))
+
+    return change
+
+
+def test_the_plan_of_a_good_run(project: Path) -> None:
+    result = fedward("plan", project / "run.toml", "--nodes", "20")
+    assert result.exit_code == 0
+    # 64 x 32 + 32 + 32 x 10 + 10 parameters of four bytes.
+    assert "parameters   2,410" in result.output
+    assert "0.00964 MB a node, 0.193 MB a round" in result.output
+    assert "20 steps of" in result.output
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: str) -> None:
+    edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
+    edit("run.toml", "rounds = 10", "rounds = 1")(project)
+    config = load_config(project / "run.toml")
+    cost = forecast(config, open_task(config, project), 4, None)
+    result = fedward("simulate", project / "run.toml", "--nodes", "4", "--out", tmp_path / "run", "--json")
+    event = json.loads(result.stdout.splitlines()[1])
+    assert event["bytes_up"] == 4 * cost.up
+    assert event["bytes_down"] == 4 * (cost.down + cost.evaluation)
+
+
+def test_a_cohort_is_no_larger_than_asked_for(project: Path) -> None:
+    edit("run.toml", "min_nodes = 2", "min_nodes = 2\nsize = 3")(project)
+    config = load_config(project / "run.toml")
+    assert forecast(config, open_task(config, project), 20, None).cohort == 3
+
+
+def test_epochs_are_turned_into_steps(project: Path) -> None:
+    edit("run.toml", "steps = 20  ", "epochs = 3 ")(project)
+    config = load_config(project / "run.toml")
+    task = open_task(config, project)
+    table = {"partition": 0, "partitions": 4}
+    batches = -(-len(task.data(table).train) // 16)  # type: ignore[arg-type]
+    assert forecast(config, task, 4, table).steps == 3 * batches
+
+
+def test_data_that_is_elsewhere_is_no_error(project: Path, tmp_path: Path) -> None:
+    tables = tmp_path / "nodes.toml"
+    tables.write_text('[a]\npath = "/not/here.npz"\n[b]\npath = "/nor/here.npz"\n')
+    result = fedward("plan", project / "run.toml", "--data", tables)
+    assert result.exit_code == 0
+    assert "2 nodes a round" in result.output and "not measured" in result.output
+
+
+def wrong_model(project: Path) -> None:
+    save_file({"0.weight": np.zeros((3, 3), np.float32)}, project / "start.safetensors")
+    edit("run.toml", "seed = 0", 'seed = 0\ninitial_model = "start.safetensors"')(project)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (edit("pyproject.toml", "fedward_server.app:app", "evil:app"), ["serverapp = 'evil:app'", "must be"]),
+        (edit("pyproject.toml", "fedward-epoch = 0", ""), ["fedward-epoch", "Add the line"]),
+        (edit("pyproject.toml", 'publisher = "tests"', ""), ["publisher"]),
+        (edit("pyproject.toml", '"plan_trial/**/*.py", ', ""), ["plan_trial/task.py is not packed", "fab-include"]),
+        (edit("run.toml", "plan_trial.task", "plan_trial.tusk"), ["plan_trial.tusk", "cannot import"]),
+        (edit("run.toml", "task:Digits", "task:Dogits"), ["has no 'Dogits'", "Digits"]),
+        (edit("run.toml", "plan_trial.task:Digits", "fedward_common.task:Data"), ["is not in", "beside run.toml"]),
+        (edit("run.toml", "seed = 0", 'seed = 0\ninitial_model = "x.st"'), ["initial_model = 'x.st'", "no such file"]),
+        (wrong_model, ["0.weight", "(3, 3)", "2.bias: missing"]),
+        (lambda project: (project / "pyproject.toml").unlink(), ["no pyproject.toml", "fedward new"]),
+    ],
+)  # fmt: skip
+def test_what_would_be_refused_is_said_here(project: Path, change: Change, parts: list[str]) -> None:
+    change(project)
+    result = fedward("plan", project / "run.toml")
+    assert result.exit_code == 1
+    flat = " ".join(result.output.split())
+    assert "refused" in flat
+    for part in parts:
+        assert part in flat
+
+
+def test_nothing_speaks_against_a_new_project(project: Path) -> None:
+    assert refusals(load_config(project / "run.toml"), project) == []
+
+
+def test_a_bad_configuration_is_refused_first(project: Path) -> None:
+    edit("run.toml", "rounds = 10", "rounds = 0")(project)
+    result = fedward("plan", project / "run.toml")
+    assert result.exit_code == 1
+    assert "rounds = 0: must be at least 1" in result.stderr
+
+
+def test_keys_are_those_of_the_schema() -> None:
+    listed = {(key.table, key.name) for key in all_keys()}
+    for table, model in (("local", "local"), ("cohort", "cohort"), ("evaluation", "evaluation")):
+        annotation = RunConfig.model_fields[model].annotation
+        assert {name for where, name in listed if where == table} == set(annotation.model_fields)  # type: ignore[union-attr]
+    for name, algorithm in ALGORITHMS.items():
+        where = f'algorithm, name = "{name}"'
+        assert {key for table, key in listed if table == where} == set(algorithm.Options.model_fields)
+    top = {name for where, name in listed if where == ""}
+    assert top == set(RunConfig.model_fields) - {"algorithm", "local", "cohort", "evaluation"}
+
+
+def test_keys_have_types_defaults_and_meanings() -> None:
+    keys = {(key.table, key.name): key for key in all_keys()}
+    assert keys["", "rounds"].type == "whole number ≥ 1 ≤ 1000000" and keys["", "rounds"].default == "required"
+    assert keys["cohort", "deadline"].type == "number > 0 ≤ 604800" and keys["cohort", "deadline"].default == "600.0"
+    assert keys["cohort", "nodes"].type == "list of text" and keys["cohort", "nodes"].default == "[]"
+    assert keys["cohort", "size"].default == "–"
+    assert keys["evaluation", "stop_mode"].type == '"max" | "min"'
+    assert keys['algorithm, name = "scaffold"', "option"].default == '"II"'
+    for key in keys.values():
+        assert "<" not in key.type.replace("< ", "") and "Annotated" not in key.type
+
+
+def test_plan_prints_the_keys() -> None:
+    output = fedward("plan", "--keys").output
+    for part in ("top level, or [run]", "[cohort]", "max_failed_rounds", 'name = "scaffold"]', "warm_start_rounds"):
+        assert part in output
+    missing = CliRunner().invoke(build(), ["plan"])
+    assert missing.exit_code == 2 and "--keys" in missing.stderr
