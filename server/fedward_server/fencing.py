@@ -23,7 +23,6 @@ from fedward_common.files import write_atomic
 
 from fedward_server.paths import RunPaths
 
-
 _PROGRAM = 2
 """Interpreter and script: Flower overwrites the rest of a ServerApp's command line, which holds its token."""
 
@@ -34,21 +33,21 @@ class Fenced(FedwardError):
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that may write to a run. created: its start (seconds since 1970), so that a reused pid is
-    told apart; command: SHA-256 of its program's name, for the same reason."""
+    """The process that may write to a run. created: see `start_mark`, so that a reused pid is told apart;
+    command: SHA-256 of its program's name, for the same reason."""
 
     epoch: int
     pid: int
-    created: float
+    created: str
     command: str
 
     def process(self) -> psutil.Process | None:
         """The owner's process if it is alive and really is the one that took the run over."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created) < 0.05 and _digest(process) == self.command
+            same = start_mark(self.pid) == self.created and _digest(process) == self.command
             alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
+        except (psutil.Error, OSError):
             return None
         return process if same and alive else None
 
@@ -72,6 +71,18 @@ class Ownership:
             self._descriptor = None
 
 
+def start_mark(pid: int) -> str:
+    """Which process of that number this is: the boot's id and the clock ticks from boot to its start. Raises
+    `OSError` if it is gone.
+
+    Not psutil's create_time: that is a time of day, and moves when the clock is set.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    # The command's name, in brackets, may hold anything; field 22 is counted from behind it.
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return f"{boot}:{fields[19]}"
+
+
 def read_owner(paths: RunPaths) -> Owner | None:
     """Who last took the run over, if anyone."""
     try:
@@ -93,7 +104,7 @@ def take_over(paths: RunPaths, epoch: int, patience: float = 10.0) -> Ownership:
         former = read_owner(paths)
         if former is not None and former.epoch > epoch:
             raise Fenced(f"run {paths.root.name}: epoch {epoch} is older than epoch {former.epoch}, which owns it.")
-        owner = Owner(epoch, me.pid, me.create_time(), _digest(me))
+        owner = Owner(epoch, me.pid, start_mark(me.pid), _digest(me))
         # Written before the former owner is ended: from here on its own checks fail.
         write_atomic(paths.owner, json.dumps(asdict(owner)).encode())
         if former is not None and former.pid != me.pid:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fedward_server.fencing import Fenced, check, end_owner, read_owner, take_over
+from fedward_server.fencing import Fenced, check, end_owner, read_owner, start_mark, take_over
 from fedward_server.paths import RunPaths
 
 HOLDER = """
@@ -83,16 +83,16 @@ def test_the_same_epoch_passes_to_the_newer_process(paths: RunPaths, start: Star
     check(paths, 1)
 
 
-@pytest.mark.parametrize("change", [{"created": 1.0}, {"command": "0" * 64}])
+@pytest.mark.parametrize("change", [{"created": "another-boot:1"}, {"command": "0" * 64}])
 def test_a_process_that_reuses_the_pid_is_left_alone(paths: RunPaths, change: dict[str, object]) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         process = psutil.Process(stranger.pid)
         while process.cmdline()[1:2] != ["-c"]:
             pass
-        command = hashlib.sha256("\0".join(process.cmdline()).encode()).hexdigest()
+        command = hashlib.sha256("\0".join(process.cmdline()[:2]).encode()).hexdigest()
         paths.root.mkdir()
-        owner = {"epoch": 1, "pid": stranger.pid, "created": process.create_time(), "command": command}
+        owner = {"epoch": 1, "pid": stranger.pid, "created": start_mark(stranger.pid), "command": command}
         paths.owner.write_text(json.dumps({**owner, **change}))
         assert not end_owner(paths)
         take_over(paths, 2).release()
