@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from fedward_common.errors import FedwardError
 from fedward_common.messages import Purpose, Reply, Request
-from fedward_common.records import message_to_request, reply_to_message
+from fedward_common.records import assemble, message_to_request, release, reply_to_message
 from flwr.app import Message, Metadata, RecordDict
 from flwr.app.message import make_message, remove_content_from_message
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
@@ -42,10 +42,8 @@ from flwr.supercore.grpc import create_channel
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
-    iterate_object_tree,
     no_object_id_recompute,
 )
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
@@ -237,6 +235,7 @@ class Link:
             return None
         message, metadata = received
         request = message_to_request(message)
+        release(message)
         return Incoming(request, Ticket.of(metadata, request))
 
     def receive_message(self) -> tuple[Message, Metadata] | None:
@@ -248,16 +247,11 @@ class Link:
             return None
         envelope = message_from_proto(response.messages_list[0])
         run, message_id = envelope.metadata.run_id, envelope.metadata.message_id
-        contents: dict[str, bytes] = {}
-        for tree in iterate_object_tree(response.message_object_trees[0]):
-            if tree.object_id not in contents:
-                contents[tree.object_id] = self._pull(run, tree.object_id)
+        message = assemble(message_id, lambda object_id: self._pull(run, object_id))
         self._call(
             self._stub.ConfirmMessageReceived,
             ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=message_id),
         )
-        message = inflate_object_from_contents(message_id, contents)
-        assert isinstance(message, Message)
         return message, envelope.metadata
 
     def _pull(self, run: int, object_id: str) -> bytes:
@@ -278,7 +272,9 @@ class Link:
 
     def send(self, reply: Reply, ticket: Ticket) -> None:
         """Announce a reply and upload its objects; each object is tried again on a passing error."""
-        self.send_message(reply_to_message(reply, ticket.message()))
+        message = reply_to_message(reply, ticket.message())
+        self.send_message(message)
+        release(message)
 
     def send_message(self, message: Message) -> None:
         """`send` for a message that is ready."""

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.supercore.constant import HEAD_BODY_DIVIDER
+from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content
+from flwr.supercore.inflatable.inflatable_utils import inflatable_class_registry
+from google.protobuf.message import DecodeError
 
 from fedward_common.errors import FedwardError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
@@ -23,6 +27,8 @@ from fedward_common.update import Vector, Vectors
 _ARRAYS = "vectors"
 _HEAD = "fedward"
 _JSON = "json"
+_DEEPEST = 3
+"""Levels below a message at which an array may stand: RecordDict, ArrayRecord, Array."""
 _TYPES = {
     Purpose.PREPARE: "query.prepare",
     Purpose.TRAIN: "train",
@@ -117,6 +123,62 @@ def message_to_reply(message: Message) -> Reply:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"not a Fedward reply: {error!r}") from error
+
+
+def assemble(message_id: str, pull: Callable[[str], bytes]) -> Message:
+    """The message whose objects `pull` fetches by id, root first and each once for every place that it has.
+
+    The chunks of an array are joined as they come, so that memory grows by the message and one chunk (Flower's own
+    function holds it three times). Raises `RecordError` for objects that make no message; what `pull` raises goes
+    through.
+    """
+    try:
+        message = _object(message_id, pull, 0)
+    except (DecodeError, LookupError, TypeError, ValueError) as error:
+        raise RecordError(f"not a message: {error!r}") from error
+    if not isinstance(message, Message):
+        raise RecordError(f"not a message: {type(message).__name__}")
+    message.metadata.__dict__["_message_id"] = message_id
+    return message
+
+
+def release(message: Message) -> None:
+    """Empty a message that is not needed any more. Flower's records are parts of reference cycles: what they hold
+    would else stay until the garbage collector comes by, one whole update too many."""
+    for record in message.content.values():
+        record.clear()
+    message.content.clear()
+
+
+def _object(object_id: str, pull: Callable[[str], bytes], depth: int) -> Any:
+    content = pull(object_id)
+    kind, children, _ = get_object_head_values_from_object_content(content)
+    if depth > _DEEPEST:
+        raise ValueError(f"a {kind} on level {depth}")
+    if kind == Array.__qualname__:
+        return _array(content, children, pull)
+    made = {child: _object(child, pull, depth + 1) for child in children}
+    return inflatable_class_registry[kind].inflate(content, made)
+
+
+def _array(content: bytes, chunks: list[str], pull: Callable[[str], bytes]) -> Array:
+    told = json.loads(bytes(_body(content)))
+    # Its value is its own buffer: no copy at the end.
+    data = io.BytesIO()
+    places: dict[str, slice] = {}
+    for index in told["arraychunk_ids"]:
+        chunk = chunks[index]
+        if chunk in places:
+            data.write(bytes(data.getbuffer()[places[chunk]]))
+        else:
+            start = data.tell()
+            data.write(_body(pull(chunk)))
+            places[chunk] = slice(start, data.tell())
+    return Array(told["dtype"], tuple(told["shape"]), told["stype"], data.getvalue())
+
+
+def _body(content: bytes) -> memoryview:
+    return memoryview(content)[content.index(HEAD_BODY_DIVIDER) + len(HEAD_BODY_DIVIDER) :]
 
 
 def _content(head: Mapping[str, Any], arrays: ArrayRecord) -> RecordDict:

@@ -16,20 +16,25 @@ from typing import Any, Protocol, cast
 
 import httpx
 from fedward_common.messages import Failure, Reason, Reply, Request
-from fedward_common.records import RecordError, array_record, message_to_reply, request_to_message
+from fedward_common.records import RecordError, array_record, assemble, message_to_reply, release, request_to_message
 from fedward_common.roster import KIND as ROSTER_KIND
 from fedward_common.roster import Roster
 from fedward_common.update import Vector
 from flwr.app import ArrayRecord, Message
-from flwr.proto.message_pb2 import (
-    ConfirmMessageReceivedRequest,
-    ObjectTree,
-    PullObjectRequest,
-)
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.app.message import remove_content_from_message
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
+from flwr.supercore.inflatable.inflatable_utils import push_objects
 from flwr.superlink.grid import HttpGrid
 
 from fedward_server.transport import Peer
@@ -76,7 +81,6 @@ class _Arriving:
 
     name: str
     message_id: str
-    tree: ObjectTree
     next_try: float = 0.0
     delay: float = 0.02
 
@@ -112,10 +116,11 @@ class FlowerTransport:
         for message_id, answer in pull(self._grid, waiting, deadline, self._still_there):
             name = waiting[message_id]
             request = requests[name]
-            if isinstance(answer, Message):
-                yield name, self._decode(answer, request)
-            else:
-                yield name, _failed(request, answer)
+            reply = self._decode(answer, request) if isinstance(answer, Message) else _failed(request, answer)
+            # The caller's copy is to be the only one: the next reply is pulled while this frame waits.
+            del answer
+            yield name, reply
+            del reply
 
     def _push(self, requests: Mapping[str, Request], ttl: float) -> dict[str, str]:
         """Message id -> node name for what was sent. Equal vectors are hashed, sent and stored once."""
@@ -128,7 +133,8 @@ class FlowerTransport:
             messages.append(request_to_message(request, self._flower_ids[name], ttl, shared[key]))
             names.append(name)
             self._down += _size(request.vectors.values())
-        ids = list(self._grid.push_messages(messages))
+        grid = self._grid
+        ids = _push_each(grid, messages) if isinstance(grid, HttpGrid) else grid.push_messages(messages)
         return {message_id: name for message_id, name in zip(ids, names, strict=True) if message_id}
 
     def _still_there(self, names: set[str]) -> set[str]:
@@ -142,6 +148,7 @@ class FlowerTransport:
             unavailable = message.has_error()
             reason = Reason.OFFLINE if unavailable else Reason.BAD_UPDATE
             return _failed(request, Failure(reason, str(error)))
+        release(message)
         self._up += _size(reply.vectors.values())
         if (reply.run, reply.round, reply.attempt) != (request.run, request.round, request.attempt):
             return _failed(request, Failure(Reason.BAD_UPDATE, "the reply answers another request"))
@@ -185,15 +192,15 @@ def _pull_each(
         silent = open_ids - set(announced)
         if silent:
             response = client.PullMessages(PullAppMessagesRequest(message_ids=sorted(silent)))
-            for proto, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+            for proto in response.messages_list:
                 request_id = proto.metadata.reply_to_message_id
                 if request_id in silent:
-                    announced[request_id] = _Arriving(waiting[request_id], proto.metadata.message_id, tree)
+                    announced[request_id] = _Arriving(waiting[request_id], proto.metadata.message_id)
                     progress = True
         for request_id, arriving in list(announced.items()):
             if time.monotonic() < arriving.next_try:
                 continue
-            outcome = _try_pull(client, node, run_id, arriving)
+            outcome = _try_pull(client, node, run_id, arriving.message_id)
             if outcome is None:
                 arriving.next_try = time.monotonic() + arriving.delay
                 arriving.delay = min(2 * arriving.delay, _SLOWEST)
@@ -202,6 +209,7 @@ def _pull_each(
             del announced[request_id]
             open_ids.discard(request_id)
             yield request_id, outcome
+            del outcome
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + _ONLINE_EVERY
             there = still_there({waiting[request_id] for request_id in open_ids})
@@ -217,29 +225,65 @@ def _pull_each(
         yield request_id, Failure(Reason.UPLOAD_LOST, "announced, but not uploaded by the deadline")
 
 
-def _try_pull(client: Any, node: Any, run_id: int, arriving: _Arriving) -> Message | Failure | None:
+class _NotYet(Exception):
+    """An object's upload goes on."""
+
+
+class _Lost(Exception):
+    """An object will never come."""
+
+
+def _try_pull(client: Any, node: Any, run_id: int, message_id: str) -> Message | Failure | None:
     """The whole message, None if its upload goes on, or why it will never come.
 
     A sender pushes children before parents, so while the root (the message itself, tiny) is missing nothing large
     is fetched in vain.
     """
-    contents: dict[str, bytes] = {}
-    trees = list(iterate_object_tree(arriving.tree))
-    for tree in reversed(trees):
-        if tree.object_id in contents:
-            continue
-        request = PullObjectRequest(node=node, run_id=run_id, object_id=tree.object_id)
-        try:
-            response = client.PullObject(request)
-        except httpx.HTTPStatusError as error:
-            return Failure(Reason.UPLOAD_LOST, f"HTTP {error.response.status_code}")
+
+    def pull(object_id: str) -> bytes:
+        response = client.PullObject(PullObjectRequest(node=node, run_id=run_id, object_id=object_id))
         if not response.object_found:
-            return Failure(Reason.UPLOAD_LOST, "the upload was given up")
+            raise _Lost("the upload was given up")
         if not response.object_available:
-            return None
-        contents[tree.object_id] = response.object_content
-    confirm = ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=arriving.message_id)
+            raise _NotYet
+        return cast(bytes, response.object_content)
+
+    try:
+        message = assemble(message_id, pull)
+    except _NotYet:
+        return None
+    except _Lost as lost:
+        return Failure(Reason.UPLOAD_LOST, str(lost))
+    except RecordError as error:
+        return Failure(Reason.BAD_UPDATE, str(error))
+    except httpx.HTTPStatusError as error:
+        return Failure(Reason.UPLOAD_LOST, f"HTTP {error.response.status_code}")
+    confirm = ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=message_id)
     client.ConfirmMessageReceived(confirm)
-    message = cast(Message, inflate_object_from_contents(arriving.message_id, contents))
-    message.metadata.__dict__["_message_id"] = arriving.message_id
     return message
+
+
+def _push_each(grid: HttpGrid, messages: list[Message]) -> list[str]:
+    """`Grid.push_messages` that serialises one chunk of tensors at a time, not the whole broadcast at once."""
+    client, run_id = grid._runtime_client, grid.run.run_id
+    with no_object_id_recompute():
+        objects: dict[str, InflatableObject] = {}
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = message.object_id
+            objects.update(get_all_nested_objects(message))
+        response = client.PushMessages(
+            PushAppMessagesRequest(
+                messages_list=[message_to_proto(remove_content_from_message(message)) for message in messages],
+                message_object_trees=[get_object_tree(message) for message in messages],
+            )
+        )
+        push = make_push_object_fn_protobuf(client.PushObject, grid.node, run_id, response.session_id)
+        wanted = set(response.objects_to_push)
+        for object_id in [object_id for object_id, item in objects.items() if isinstance(item, ArrayChunk)]:
+            chunk = objects.pop(object_id)
+            if object_id in wanted:
+                push(object_id, chunk.deflate())
+        push_objects(objects, push, object_ids_to_push=wanted)
+    for message in messages:
+        release(message)
+    return list(response.message_ids)
