@@ -29,6 +29,8 @@ class FileStore:
         self._folder = owner_folder(folder)
         self._committed = folder / "committed.safetensors"
         self._pending = folder / "pending.safetensors"
+        for half_written in folder.glob(".*.tmp"):
+            half_written.unlink(missing_ok=True)
 
     def committed(self) -> tuple[Stamp | None, Vectors]:
         return _read(self._committed) or (None, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 
 import numpy as np
@@ -13,7 +14,7 @@ from fedward_common.messages import Stamp
 from fedward_common.node import MemoryStore, Refused, settle
 
 
-def vectors(value: float, size: int = 50_000) -> dict[str, np.ndarray]:
+def vectors(value: float, size: int = 1000) -> dict[str, np.ndarray]:
     return {"c": np.full(size, value, np.float32), "h": np.full(3, value, np.float64)}
 
 
@@ -94,6 +95,10 @@ def test_a_damaged_file_is_an_error_with_its_name(tmp_path, damage) -> None:
         store.committed()
 
 
+LARGE = 500_000
+"""So that writing takes a while, and a kill falls into it."""
+
+
 def rounds_without_end(folder, tell: int) -> None:
     """What a guard does, from wherever the last one was killed."""
     store = FileStore(folder)
@@ -101,7 +106,7 @@ def rounds_without_end(folder, tell: int) -> None:
     number = 0 if stamp is None else stamp.round
     while True:
         number += 1
-        store.save_pending(Stamp(number, number % 7), vectors(number))
+        store.save_pending(Stamp(number, number % 7), vectors(number, LARGE))
         os.write(tell, b".")
         store.commit_pending()
         os.write(tell, b".")
@@ -110,7 +115,7 @@ def rounds_without_end(folder, tell: int) -> None:
 def test_kill_at_any_moment(tmp_path) -> None:
     rng = random.Random(0)
     last = 0
-    for _ in range(25):
+    for _ in range(12):
         hear, tell = os.pipe()
         child = os.fork()
         if child == 0:
@@ -132,8 +137,31 @@ def test_kill_at_any_moment(tmp_path) -> None:
         for found in (store.pending(), (stamp, kept) if stamp is not None else None):
             if found is not None:
                 assert found[0].attempt == found[0].round % 7
-                assert same(found, (found[0], vectors(found[0].round)))
+                assert same(found, (found[0], vectors(found[0].round, LARGE)))
         number = 0 if stamp is None else stamp.round
         assert number >= last
         last = number
     assert last > 10
+
+
+@pytest.mark.parametrize("bytes_left", [0, 1, 100, 2000, 4100])
+def test_a_crash_in_the_middle_of_a_write(tmp_path, bytes_left) -> None:
+    # The kernel ends the process at the first byte beyond the limit of a file's size.
+    store = FileStore(tmp_path)
+    store.save_pending(Stamp(1, 0), vectors(1))
+    store.commit_pending()
+    store.save_pending(Stamp(2, 0), vectors(2))
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, bytes_left))
+            store.save_pending(Stamp(3, 0), vectors(3))
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXFSZ
+    assert same(FileStore(tmp_path).pending(), (Stamp(2, 0), vectors(2)))
+    assert same(FileStore(tmp_path).committed(), (Stamp(1, 0), vectors(1)))
+    # The half-written file is not kept for ever.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["committed.safetensors", "pending.safetensors"]

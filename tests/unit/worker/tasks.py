@@ -30,6 +30,7 @@ def act(what):
     if what == "torch memory":
         torch.empty(1 << 60, dtype=torch.uint8)
     if what == "loop":
+        Path("began").touch()
         while True:
             pass
     if what == "deaf":

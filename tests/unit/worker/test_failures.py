@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -105,36 +108,45 @@ def test_a_large_log_is_put_aside(setup, monkeypatch) -> None:
 
 
 PARENT = """
-import pickle, sys, time
+import pickle, sys
 from fedward_common.worker.parent import Worker
 setup, work = pickle.load(open(sys.argv[1], "rb"))
 worker = Worker(setup)
-worker.do(work, 60)
+worker.start()
 print(worker.pid, flush=True)
-time.sleep(600)
+worker.do(work, 600)
 """
 
 
-def test_a_worker_dies_with_its_guard(setup, tmp_path) -> None:
-    import pickle
+def until(condition) -> bool:
+    for _ in range(400):
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
 
+
+def test_a_busy_worker_dies_with_its_guard(setup, tmp_path) -> None:
+    # In an endless loop it would not notice by itself that nobody listens any more.
+    tell(setup, "loop")
     (tmp_path / "guard.py").write_text(PARENT)
-    (tmp_path / "setup").write_bytes(pickle.dumps((setup, PREPARE)))
+    (tmp_path / "setup").write_bytes(pickle.dumps((setup, TRAIN)))
     guard = subprocess.Popen(
         [sys.executable, tmp_path / "guard.py", tmp_path / "setup"], stdout=subprocess.PIPE, env=environment()
     )
     try:
         assert guard.stdout is not None
         pid = int(guard.stdout.readline())
-        assert running(pid)
+        assert until((setup.scratch / "began").exists) and running(pid)
     finally:
         guard.kill()
         guard.wait()
-    for _ in range(200):
-        if not running(pid):
-            break
-        time.sleep(0.05)
-    assert not running(pid)
+        guard.stdout.close()
+    try:
+        assert until(lambda: not running(pid))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_thread_that_started_a_worker_may_end(setup) -> None:
