@@ -19,6 +19,7 @@ from fedward_common.node import Participant, Refused
 from fedward_common.records import RecordError
 from fedward_common.roster import RosterError
 from fedward_common.signing import SignatureError
+from fedward_common.worker import sandbox
 from fedward_common.worker.parent import Workers
 from fedward_common.worker.setup import Setup
 
@@ -81,6 +82,9 @@ class Guard:
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Raises `LinkRefused` when the server will not have this node any more."""
         self._stop = stop
+        sandbox.hide_memory()
+        if not sandbox.available():
+            log.warning("this kernel has no Landlock: workers %s", self._without_landlock())
         backoff = Backoff()
         link = self._member.link()
         try:
@@ -104,6 +108,11 @@ class Guard:
             self._workers.close()
             link.close()
         self._status.write(state="stopped")
+
+    def _without_landlock(self) -> str:
+        if self._policy.allow_unsandboxed_worker:
+            return "run unsandboxed, as policy.toml allows"
+        return "will be refused; allow_unsandboxed_worker in policy.toml changes that"
 
     def _receive(self, link: Link, stop: threading.Event) -> None:
         pace = Pace()
@@ -189,7 +198,7 @@ class Guard:
             threads=self._settings.node.threads,
             read=self._settings.readable(),
             private=self._member.paths.private(),
-            sandboxed=not self._policy.allow_unsandboxed_worker,
+            sandboxed=sandbox.available() > 0 or not self._policy.allow_unsandboxed_worker,
             max_memory=self._policy.max_memory_bytes,
         )
 

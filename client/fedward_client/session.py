@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fedward_common.bundle import BundleError
 from fedward_common.config import RunConfig
-from fedward_common.errors import FedwardError
+from fedward_common.errors import ConfigError, FedwardError
 from fedward_common.manifest import Manifest, open_manifest
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.node import Participant, Refused
@@ -60,9 +61,12 @@ def admit(source: Source, roster: Roster, policy: Policy, approvals: Approvals, 
     refusals = check_run(policy, config)
     if refusals:
         raise Refused(refusals[0])
-    if not approvals.known(manifest.bundle):
-        approvals.receive(source.bundle())
-    missing = approvals.missing_dependencies(manifest.bundle)
+    try:
+        if not approvals.known(manifest.bundle):
+            approvals.receive(source.bundle())
+        missing = approvals.missing_dependencies(manifest.bundle)
+    except (BundleError, ConfigError) as error:
+        raise Refused(Failure(Reason.BUNDLE_BROKEN, str(error))) from error
     if missing:
         raise Refused(Failure(Reason.DEPENDENCIES_MISSING, ", ".join(missing)))
     if policy.approved_bundles_only and not approvals.approved(manifest.bundle):

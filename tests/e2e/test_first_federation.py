@@ -23,8 +23,8 @@ seed = 3
 name = "scaffold"
 
 [local]
-lr = 0.1
-steps = 5
+lr = 0.2
+steps = 10
 
 [cohort]
 min_nodes = 3

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 
-def blobs(site: int, n: int) -> TensorDataset:
-    g = torch.Generator().manual_seed(1000 + site)
+def blobs(site: int, n: int, seed: int) -> TensorDataset:
+    g = torch.Generator().manual_seed(seed)
     y = torch.randint(0, 3, (n,), generator=g)
     centres = torch.tensor([[2.0, 0.0], [-1.0, 1.7], [-1.0, -1.7]])
     x = centres[y] + 0.3 * site + 0.8 * torch.randn(n, 2, generator=g)
@@ -33,7 +33,8 @@ class Toy:
         if self.trouble == "steal":
             # What a malicious bundle would try: whatever it reads here ends in the exception's text.
             raise RuntimeError("stolen: " + Path(config["loot"]).read_text())
-        return Data(train=blobs(config.get("site", 0), 90), test=blobs(config.get("site", 0) + 50, 60))
+        site = config.get("site", 0)
+        return Data(train=blobs(site, 90, 1000 + site), test=blobs(site, 60, 2000 + site))
 
     def loss(self, model, batch):
         if self.trouble == "raise":
