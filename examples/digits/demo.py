@@ -196,12 +196,12 @@ def print_scores(scores: list[Scores]) -> None:
     from rich.table import Table
 
     kinds = ("alone", "federated", "pooled")
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, title="accuracy in %", title_justify="left")
     table.add_column("\nsite")
     table.add_column("training\ndigits", justify="right")
-    for title in ("held-out digits, %", "own test digits, %"):
+    for digits in ("held-out", "own test"):
         for kind in kinds:
-            table.add_column(f"{title if kind == 'alone' else ''}\n{kind}", justify="right")
+            table.add_column(f"{digits}\n{kind}", justify="right")
     for score in scores:
         cells = [f"{part[kind]:.1f}" for part in (score.heldout, score.own) for kind in kinds]
         table.add_row(score.site, str(score.examples), *cells)

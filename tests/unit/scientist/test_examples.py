@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -104,3 +105,18 @@ def test_writers_learn_and_strangers_are_held_out(tmp_path: Path) -> None:
     last = next(event for event in reversed(rounds) if event["event"] == "round")
     assert "other-writers" not in last["cohort"]
     assert last["holdout"]["accuracy"] > 0.5
+
+
+def test_the_demo_fails_when_the_federation_falls_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "digits"))
+    compare = importlib.import_module("compare")
+
+    def site(name: str, alone: float, federated: float, pooled: float) -> Any:
+        scores = {"alone": alone, "federated": federated, "pooled": pooled}
+        return compare.Scores(name, 100, scores, scores)
+
+    assert compare.verdict([site("a", 60.0, 95.5, 97.0), site("b", 70.0, 95.5, 97.0)]) == []
+    (behind,) = compare.verdict([site("a", 60.0, 95.4, 97.0)])
+    assert "more than 1.5 points below" in behind
+    (worse,) = compare.verdict([site("a", 60.0, 96.0, 97.0), site("b", 96.0, 96.0, 97.0)])
+    assert worse.startswith("b is no better off")
