@@ -34,6 +34,7 @@ from fedward_server.project import create
 from fedward_server.runs import RunManager
 from fedward_server.service import build as build_service
 from fedward_server.settings import make_settings
+from fedward_server.web import runs as routes
 from safetensors.numpy import load_file
 from starlette.testclient import TestClient
 from torch import nn
@@ -172,7 +173,9 @@ def test_runs_are_found_by_the_beginning_of_their_id(bench: Bench) -> None:
         bench.client.find(first[0])
 
 
-def test_watch_tells_the_whole_run_and_ends(bench: Bench) -> None:
+def test_watch_tells_the_whole_run_and_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The run takes several pages.
+    monkeypatch.setattr(routes, "MOST_EVENTS", 2)
     run = bench.start()
     bench.manager.tick()
     bench.finish(run)
