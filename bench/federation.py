@@ -98,7 +98,8 @@ class Federation:
 
     def start_nodes(self, keys: Sequence[Path], config: RunConfig, parameters: int) -> subprocess.Popen[bytes]:
         """One process that holds a Fedward node for each key (see `bench.nodes`)."""
-        return self.start_holder("bench.nodes", keys, write_json(self.folder, config.model_dump(mode="json")), parameters)
+        file = write_json(self.folder, config.model_dump(mode="json"))
+        return self.start_holder("bench.nodes", keys, file, parameters)
 
     def start_holder(self, module: str, keys: Sequence[Path], *arguments: object) -> subprocess.Popen[bytes]:
         """One process of `module` that holds a link for each key."""

@@ -1,5 +1,5 @@
-"""Seconds a round: two nodes, 1M float32 parameters, no training, no evaluation; TLS, node authentication and SQLite on.
-Beside it, in the same run, stock flower-superlink, flower-supernode and FedAvg.start.
+"""Seconds a round: two nodes, 1M float32 parameters, no training, no evaluation; TLS, node authentication and SQLite
+on. Beside it, in the same run, stock flower-superlink, flower-supernode and FedAvg.start.
 
     python -m bench.latency
 """
@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def _check(here: Federation, good: bool, what: str) -> None:
 
 
 def _gaps(ended: list[float]) -> list[float]:
-    return [after - before for before, after in zip(ended, ended[1:], strict=False)]
+    return [after - before for before, after in pairwise(ended)]
 
 
 def main() -> None:
@@ -107,12 +108,13 @@ def main() -> None:
     }
     seconds = {name: measure(rounds, options.parameters) for name, (measure, rounds) in measures.items()}
     ours, stock = (statistics.median(seconds[name]) for name in ("fedward", "stock"))
+    what = f"round, two nodes, {options.parameters:,} parameters, no training"
     figures.write(
         "latency",
         [
-            Figure("round, two nodes, 1M parameters, no training: median", ours, "s", f"<= {TARGET}", None, stock, ours / stock),
+            Figure(f"{what}: median", ours, "s", f"<= {TARGET}", peer=stock, ratio=ours / stock),
             Figure("stock Flower's round over Fedward's", stock / ours, "times", ">= 10"),
-            Figure("round: slowest of Fedward's", max(seconds["fedward"]), "s", None, None, max(seconds["stock"])),
+            Figure(f"{what}: slowest", max(seconds["fedward"]), "s", peer=max(seconds["stock"])),
         ],
     )
 

@@ -156,11 +156,12 @@ def main() -> None:
     figures.write(
         "memory",
         [
-            Figure(f"ServerApp, peak growth in a round of {size}", many, "model sizes", "<= 4", None, theirs, many / theirs),
-            Figure("the same over that of a cohort of 5", many / few, "", "<= 1.2", None, few),
-            Figure(f"updates in the sum of {options.cohort}", large.arrived, "", f">= {options.cohort}", None, stock.arrived),
-            Figure("SuperLink's peak in that round", large.superlink / MIB, "MiB", None, None, stock.superlink / MIB),
-            Figure("SuperLink's database at its largest", large.database / MIB, "MiB", None, None, stock.database / MIB),
+            Figure(f"ServerApp's peak growth, {size}", many, "model sizes", "<= 4", peer=theirs, ratio=many / theirs),
+            Figure("the same over that of a cohort of 5", many / few, "", "<= 1.2"),
+            Figure("the same of a cohort of 5", few, "model sizes"),
+            Figure("updates in the sum", large.arrived, "", f">= {options.cohort}", peer=stock.arrived),
+            Figure("SuperLink's peak in that round", large.superlink / MIB, "MiB", peer=stock.superlink / MIB),
+            Figure("SuperLink's database at its largest", large.database / MIB, "MiB", peer=stock.database / MIB),
             Figure(f"of ten uploads of {model / 1e6:g} MB at once, arrived whole", whole, "", ">= 10"),
         ],
     )
