@@ -61,7 +61,7 @@ def test_a_replay_is_refused_after_a_restart(site: Site) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("off", [-301, 301, -(10**6)])
+@pytest.mark.parametrize("off", [-400, 400, -(10**6)])
 def test_a_request_out_of_time(site: Site, off: int) -> None:
     with site.raw() as client:
         now = time.time()
