@@ -28,7 +28,8 @@ def partition(part: str) -> Rows:
     """The training images of each node, [1000, 60]: read from the file, which is made if it is not there."""
     if not PARTITIONS.exists():
         PARTITIONS.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(PARTITIONS, **make_partitions(labels("train")))
+        parts = make_partitions(labels("train"))
+        np.savez_compressed(PARTITIONS, single_class=parts["single_class"], iid=parts["iid"])
     with np.load(PARTITIONS) as file:
         rows: Rows = file[part]
     return rows

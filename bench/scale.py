@@ -144,7 +144,7 @@ def idle(nodes: int, minutes: float) -> Iterator[Figure]:
 
 def _cpu_seconds(here: Federation) -> float:
     times = [process.cpu_times() for process in here.server_processes()]
-    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
+    return float(sum(t.user + t.system + t.children_user + t.children_system for t in times))
 
 
 def main() -> None:
