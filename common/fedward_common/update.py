@@ -222,10 +222,14 @@ def check_vector(what: str, vector: object, length: int, dtype: np.dtype[Any]) -
         raise UpdateError(f"{what} has shape {vector.shape}, expected ({length},)")
     if vector.dtype != dtype:
         raise UpdateError(f"{what} has dtype {vector.dtype}, expected {dtype}")
-    # In parts: a mask of the whole would be a quarter of a model more in memory.
-    parts = range(0, len(vector), _PART)
-    if not all(np.isfinite(vector[start : start + _PART]).all() for start in parts):
+    if not all_finite(vector):
         raise UpdateError(f"{what} holds values that are not finite")
+
+
+def all_finite(vector: Vector) -> bool:
+    """Whether no element is infinite or NaN. In parts: a mask of the whole would be a quarter of a model more in
+    memory."""
+    return all(np.isfinite(vector[start : start + _PART]).all() for start in range(0, len(vector), _PART))
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:

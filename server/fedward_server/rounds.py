@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from fedward_common.algorithms.base import MODEL, STATISTIC, Cohort, ServerState, SumAlgorithm
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Purpose, Request, Stamp
-from fedward_common.update import Layout, Update, Vectors
+from fedward_common.update import Layout, Update, Vectors, all_finite
 
 from fedward_server import evaluation
 from fedward_server.aggregation import averages
@@ -295,7 +294,7 @@ class Rounds:
     ) -> ServerState:
         counts = Cohort(round_, len(now.enrolled), len(selection.cohort), len(gathering.replies))
         state = self.algorithm.server(now.state, mean, counts)
-        broken = [name for name, vector in state.vectors.items() if not np.isfinite(vector).all()]
+        broken = [name for name, vector in state.vectors.items() if not all_finite(vector)]
         if broken:
             raise RoundFailed(f"the server's step made values in {broken} that are not finite", gathering.failures)
         return state
