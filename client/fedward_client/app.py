@@ -5,7 +5,8 @@ answers the same requests with the same `Participant`, and adds policy, journal,
 process is Flower's, so the site trusts the bundle as it would trust any Flower app.
 
 Node configuration (`--node-config`): `partition-id` and `num-partitions` become `partition` and `partitions` of
-the task's data configuration, as in Flower's examples; every other key is passed on as it is.
+the task's data configuration, as in Flower's examples; `fedward-name` is the name under which the node is enrolled
+(its random numbers hang on it; Flower's node id if it is missing); every other key is passed on as it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from flwr.clientapp import ClientApp
 
 app = ClientApp()
 
+_NAME = "fedward-name"
 _RENAMED = {"partition-id": "partition", "num-partitions": "partitions"}
 
 
@@ -87,13 +89,13 @@ def _runner(config_json: str, node: str, data_json: str) -> LocalRunner:
 
 
 def _data_config(node_config: Mapping[str, Any]) -> dict[str, Any]:
-    return {_RENAMED.get(key, key): value for key, value in node_config.items()}
+    return {_RENAMED.get(key, key): value for key, value in node_config.items() if key != _NAME}
 
 
 def _answer(message: Message, context: Context) -> Message:
     request = message_to_request(message)
     config_json = _configuration(request, context)
-    node = f"node-{context.node_id}"
+    node = str(context.node_config.get(_NAME, f"node-{context.node_id}"))
     runner = _runner(config_json, node, json.dumps(_data_config(context.node_config)))
     store = ContextStore(context.state, request.run)
     participant = Participant(parse_config(json.loads(config_json)), store, runner.do)
