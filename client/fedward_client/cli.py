@@ -95,7 +95,8 @@ def status(directory: Folder = DEFAULT) -> None:
     table.add_row("guard", "never started" if now is None else _guard(now))
     out.print(table)
     for entry in Journal(paths.journal).tail(5):
-        out.print(f"  {entry['time']} run {entry['run'][:8]} round {entry['round']} {entry['purpose']}: {entry['outcome']}")
+        where = f"run {entry['run'][:8]} round {entry['round']}"
+        out.print(f"  {entry['time']} {where} {entry['purpose']}: {entry['outcome']}")
 
 
 def _guard(now: dict[str, object]) -> str:

@@ -124,10 +124,14 @@ class Federation:
         line = next(line for line in text.splitlines() if line.startswith("fedward node join"))
         folder = self.root / name
         fedward(*shlex.split(line)[1:], "--dir", folder)
-        lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items())
-        (self.root / f"{name}.toml").write_text(f'[node]\ndevice = "cpu"\n\n[data]\n{lines}')
+        self.join_data(name, data)
         (folder / "policy.toml").write_text(policy or "approved_bundles_only = false\n")
         return folder
+
+    def join_data(self, name: str, data: dict[str, Any]) -> None:
+        """Write the node's `node.toml`."""
+        lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items())
+        (self.root / f"{name}.toml").write_text(f'[node]\ndevice = "cpu"\n\n[data]\n{lines}')
 
     def start_node(self, name: str) -> Process:
         """`fedward node up`."""

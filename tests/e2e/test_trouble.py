@@ -26,8 +26,8 @@ min_nodes = {min_nodes}
 wait = 180
 deadline = {deadline}
 """
-STRICT = "approved_bundles_only = true\n"
-LIMITS = "approved_bundles_only = false\nmax_memory_mb = 1200\nmax_seconds_per_round = 15\n"
+STRICT = "approved_bundles_only = true\nmin_cohort = 1\n"
+LIMITS = "min_cohort = 1\napproved_bundles_only = false\nmax_memory_mb = 1200\nmax_seconds_per_round = 15\n"
 
 
 def test_every_way_to_break_has_its_reason(federation: Federation) -> None:
@@ -58,17 +58,19 @@ def test_every_way_to_break_has_its_reason(federation: Federation) -> None:
     assert all(process.popen is not None and process.popen.poll() is None for process in federation.nodes.values())
 
 
-def test_a_task_cannot_read_the_nodes_keys_or_the_network(federation: Federation) -> None:
+@pytest.mark.parametrize("granted", [False, True], ids=["not named", "named in the data table"])
+def test_a_task_cannot_read_the_nodes_keys(federation: Federation, granted: bool) -> None:
     folder = federation.join("victim", {})
-    (federation.root / "victim.toml").write_text(
-        f'[node]\ndevice = "cpu"\n[data]\ntrouble = "steal"\nloot = "{folder}/keys/identity.key"\n'
-    )
+    loot = f"{folder}/keys/identity.key" if granted else f"{folder}/keys/identity.key".lstrip("/")
+    federation.join_data("victim", {"trouble": "steal", "loot": loot})
     federation.start_node("victim")
     run = federation.submit(RUN.format(top="", min_nodes=1, deadline=30).replace("wait = 180", "wait = 20"))
-    assert federation.finished(run, 120)["status"] == "failed"
+    end = federation.finished(run, 120)
+    assert end["status"] == "failed"
+    assert ("internal" if granted else "task_error") in end["reason"]
     logs = "".join(path.read_text(errors="replace") for path in (folder / "log").rglob("*") if path.is_file())
+    assert ("is private to the node" if granted else "Permission") in logs
     assert "PRIVATE KEY" not in logs
-    assert "stolen" not in logs
 
 
 def test_a_run_waits_for_the_bundles_approval(federation: Federation) -> None:
@@ -98,7 +100,7 @@ def test_two_runs_share_the_nodes(federation: Federation) -> None:
     for i, name in enumerate(("a", "b")):
         federation.join(name, {"site": i, "seconds": 0.05})
         federation.start_node(name)
-    config = RUN.format(top="", min_nodes=2, deadline=60).replace("rounds = 2", "rounds = 5")
+    config = RUN.format(top="", min_nodes=2, deadline=60).replace("rounds = 2", "rounds = 20")
     first, second = federation.submit(config), federation.submit(config.replace('"trouble"', '"second"'))
     assert federation.finished(first, 240)["status"] == "finished"
     assert federation.finished(second, 240)["status"] == "finished"

@@ -109,15 +109,15 @@ def system_write(cuda: bool = False) -> list[Path]:
 
 
 def check_private(allowed: Iterable[Path], private: Iterable[Path]) -> None:
-    """Raises `SandboxError` if one of the `allowed` folders holds a `private` path."""
+    """Raises `SandboxError` if one of the `allowed` paths is `private`, lies below a private one or holds one."""
     hidden = [path.resolve() for path in private]
     for path in allowed:
         real = path.resolve()
         for secret in hidden:
-            if secret.is_relative_to(real):
+            if secret.is_relative_to(real) or real.is_relative_to(secret):
                 raise SandboxError(
-                    f"{secret} is private to the node, but task code is to read {path}, which holds it. "
-                    "Name a smaller folder, or move one of the two."
+                    f"{secret} is private to the node, but task code is to read {path}. "
+                    "Name another file or a smaller folder, or move one of the two."
                 )
 
 

@@ -87,7 +87,9 @@ def test_private_paths_are_compared_after_links_are_followed(tmp_path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(sandbox.SandboxError, match="keys"):
         sandbox.check_private([tmp_path / "link"], [tmp_path / "real" / "keys"])
-    sandbox.check_private([tmp_path / "real" / "keys" / "below"], [tmp_path / "real" / "keys"])
+    with pytest.raises(sandbox.SandboxError, match="keys"):
+        sandbox.check_private([tmp_path / "link" / "keys" / "below"], [tmp_path / "real" / "keys"])
+    sandbox.check_private([tmp_path / "real" / "beside"], [tmp_path / "real" / "keys"])
 
 
 def script(text: str, **more: str) -> subprocess.CompletedProcess[str]:

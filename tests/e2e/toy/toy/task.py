@@ -32,7 +32,7 @@ class Toy:
         self.seconds = config.get("seconds", 0.0)
         if self.trouble == "steal":
             # What a malicious bundle would try: whatever it reads here ends in the exception's text.
-            raise RuntimeError("stolen: " + Path(config["loot"]).read_text())
+            raise RuntimeError("stolen: " + ("/" / Path(config["loot"])).read_text())
         site = config.get("site", 0)
         return Data(train=blobs(site, 90, 1000 + site), test=blobs(site, 60, 2000 + site))
 
