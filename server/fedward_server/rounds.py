@@ -143,13 +143,14 @@ class Rounds:
     def _begin(self, resumed: Checkpoint | None) -> Checkpoint:
         """Wait for nodes; fix who is enrolled (N) in a checkpoint of round 0."""
         if resumed is None:
-            self._wait(self._preparation.members.expected)
+            # min_nodes is asked for once: later a round closes by its quorum, though a node is gone for good.
+            self._wait(max(self.config.cohort.min_nodes, self._quorum), self._preparation.members.expected)
             now = self._round_zero()
         else:
             now = resumed
             self._keep_to(now.enrolled)
             if now.round < self.config.rounds:
-                self._wait(now.present)
+                self._wait(self._quorum, now.present)
         self.log.append(
             "run_started",
             run=self._run,
@@ -179,11 +180,12 @@ class Rounds:
         return tuple(sorted(self._preparation.ready))
 
     @property
-    def _needed(self) -> int:
-        return max(self.config.cohort.min_nodes, self.config.cohort.quorum or 1)
+    def _quorum(self) -> int:
+        """Nodes without which no round can close, whatever its cohort."""
+        return self.config.cohort.quorum or 1
 
-    def _wait(self, expected: tuple[str, ...]) -> None:
-        self._preparation.wait(self._needed, expected, self.config.cohort.wait, self.grace)
+    def _wait(self, needed: int, expected: tuple[str, ...]) -> None:
+        self._preparation.wait(needed, expected, self.config.cohort.wait, self.grace)
 
     def _next_round(self, now: Checkpoint) -> Checkpoint:
         """Try the next round until it succeeds. Raises `RoundFailed` after `max_failed_rounds` failures in a row."""
@@ -254,8 +256,8 @@ class Rounds:
 
     def _select(self, now: Checkpoint, round_: int) -> Selection:
         self._preparation.look()
-        if len(self._preparation.trainable()) < self._needed:
-            self._wait(now.present)
+        if len(self._preparation.trainable()) < self._quorum:
+            self._wait(self._quorum, now.present)
         unavailable = self._preparation.unavailable(now.enrolled)
         selection = draw(now.enrolled, unavailable, self.config.cohort.size, self.config.seed, round_)
         if not selection.cohort:
