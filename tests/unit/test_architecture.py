@@ -63,5 +63,5 @@ def test_nothing_imports_the_command_line() -> None:
     for path in sources():
         own = path.name == "cli.py" or "commands" in path.parts
         for name in imports(path):
-            is_cli = name.endswith(".cli") and name.startswith("fedward_") or ".commands" in name
+            is_cli = (name.endswith(".cli") and name.startswith("fedward_")) or ".commands" in name
             assert own or not is_cli, f"{path.relative_to(ROOT)} imports {name}"

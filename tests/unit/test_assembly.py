@@ -8,12 +8,11 @@ import weakref
 
 import numpy as np
 import pytest
+from fedward_common.messages import Purpose, Reply
+from fedward_common.records import RecordError, assemble, message_to_reply, release, reply_to_message
 from flwr.app import Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
-
-from fedward_common.messages import Purpose, Reply
-from fedward_common.records import RecordError, assemble, message_to_reply, release, reply_to_message
 
 
 def taken_apart(**vectors):

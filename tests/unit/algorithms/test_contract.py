@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 import pytest
-from federation import Classes, Federation, configure, mean
 from fedward_common.algorithms.base import AlgorithmOptions, Cohort, PerClientAlgorithm, ServerState, SumAlgorithm
 from fedward_common.algorithms.registry import ALGORITHMS, build, parse_options
 from fedward_common.config import RunConfig
 from fedward_common.update import Kind, Update, check_update
 from safetensors.numpy import load, save
+from small_federation import Classes, Federation, configure, mean
 
 LOCAL = {"lr": 0.1, "steps": 3, "batch_size": 4}
 NODES = {f"n{i}": {"n": 8, "seed": i, "test": 5} for i in range(3)}

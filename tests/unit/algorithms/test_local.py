@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from federation import Classes, Federation, Net, configure
 from fedward_common.errors import TaskError, UpdateError
 from fedward_common.local import LocalRunner, Work
 from fedward_common.messages import Purpose, Reason, Request
 from fedward_common.task import Data, NoDataError
 from fedward_common.update import Kind, Layout
+from small_federation import Classes, Federation, Net, configure
 from torch.utils.data import TensorDataset, random_split
 
 LOCAL = {"lr": 0.1, "steps": 3, "batch_size": 4}

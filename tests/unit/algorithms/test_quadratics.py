@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from federation import Federation, Quadratic, configure
 from fedward_common.local import Work
+from small_federation import Federation, Quadratic, configure
 
 CURVATURE = np.array([0.2, 0.4, 1.0])
 OPTIMA = np.array([-1.6, 0.0, 1.6])

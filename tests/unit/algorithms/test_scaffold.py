@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from federation import Classes, Federation, configure
 from fedward_common.algorithms.base import Cohort
 from fedward_common.errors import ConfigError
 from fedward_common.messages import Purpose, Reason, Request, Stamp
 from fedward_common.update import Kind, Update
+from small_federation import Classes, Federation, configure
 
 LOCAL = {"lr": 0.05, "steps": 3, "batch_size": 4, "momentum": 0.3}
 NODES = {f"n{i}": {"n": 6 + i, "seed": i} for i in range(5)}
@@ -91,8 +91,8 @@ def test_control_variates_cover_trainable_tensors_only():
 
 def test_correction_goes_through_momentum():
     """With a zero gradient everywhere the displacement is −mass · (c − c_i)."""
-    from federation import Quadratic
     from fedward_common.local import Work
+    from small_federation import Quadratic
 
     config = configure("scaffold", {"lr": 0.1, "steps": 4, "momentum": 0.9})
     fed = Federation(config, Quadratic([1.0]), {"n": {"a": [0.0], "b": [0.0]}})

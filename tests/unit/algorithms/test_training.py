@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from federation import Classes, Net, Quadratic
 from fedward_common import batches
 from fedward_common.algorithms.training import Hook, Local, LocalOptions, gradient, gradients, train
 from fedward_common.errors import TaskError
 from fedward_common.task import Data
 from fedward_common.update import Kind, Layout
+from small_federation import Classes, Net, Quadratic
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
