@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -130,6 +131,8 @@ def stock_command(paths: ServerPaths, settings: Settings) -> list[str]:
 @contextlib.contextmanager
 def federation(nodes: int, command: Any = fedward_command) -> Iterator[Federation]:
     """A SuperLink with `nodes` registered keys; stopped and removed at the end. Raises `TimeoutError`."""
+    # Told to end, a benchmark still has its processes to end.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="fedward-bench-"))
     paths = ServerPaths(folder / "server")
     fleet, service, control = _free_ports(3)
