@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -35,6 +35,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import push_objects
+from flwr.supercore.protobuf.client import ProtobufRequestContext
 from flwr.superlink.grid import HttpGrid
 
 from fedward_server.transport import Peer
@@ -85,11 +86,27 @@ class _Arriving:
     delay: float = 0.02
 
 
+class _Untying:
+    """Takes apart the reference cycle that httpx ties around each response (its stream knows it): requests and
+    responses of megabytes would else stay until the garbage collector comes by, which counts objects, not bytes."""
+
+    def intercept(
+        self, context: ProtobufRequestContext, call_next: Callable[[ProtobufRequestContext], httpx.Response]
+    ) -> httpx.Response:
+        response = call_next(context)
+        if response.is_closed:  # read to its end
+            response.stream = httpx.ByteStream(b"")
+        return response
+
+
 class FlowerTransport:
     """Requests out, replies in, over a Grid. One exchange at a time."""
 
     def __init__(self, grid: Grid, directory: Directory) -> None:
         self._grid = grid
+        if isinstance(grid, HttpGrid):
+            client = grid._runtime_client
+            client._interceptors = (*client._interceptors, _Untying())
         self._directory = directory
         self._flower_ids: dict[str, int] = {}
         self._down = 0
