@@ -20,7 +20,7 @@ from bench.nodes import NoTraining
 
 @pytest.mark.parametrize(
     ("value", "target", "holds"),
-    [(0.6, "<= 0.6", True), (0.61, "<= 0.6", False), (10, ">= 10", True), (1e-9, "< 1e-9", False), (None, "< 1", False)],
+    [(0.6, "<= 0.6", True), (0.7, "<= 0.6", False), (10, ">= 10", True), (1e-9, "< 1e-9", False), (None, "< 1", False)],
 )
 def test_a_figure_holds_or_not(value, target, holds):
     assert Figure("what", value, "s", target).judged().holds is holds
