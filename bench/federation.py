@@ -188,7 +188,7 @@ def _wait_for(here: Federation) -> None:
 
 def _key_pair(path: Path) -> tuple[Path, bytes]:
     """A node's key for the link as a file, and its public half, both in OpenSSH's form."""
-    key = ec.generate_private_key(ec.SECP384R1())
+    key = ec.generate_private_key(ec.SECP256R1())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )

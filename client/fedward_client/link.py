@@ -268,7 +268,8 @@ class Link:
             if time.monotonic() > deadline:
                 raise LinkDown(f"object {object_id[:12]} of run {run} did not become available")
             time.sleep(delay)
-            delay = min(2 * delay, 1.0)
+            # Slow growth: the server uploads at this very moment, and this wait is part of the round.
+            delay = min(1.2 * delay, 1.0)
 
     def send(self, reply: Reply, ticket: Ticket) -> None:
         """Announce a reply and upload its objects; each object is tried again on a passing error."""

@@ -36,7 +36,7 @@ class NodePaths:
 
     @property
     def flower_key(self) -> Path:
-        """Flower's node-authentication key (OpenSSH form, P-384)."""
+        """Flower's node-authentication key (OpenSSH form, P-256)."""
         return self.keys / "flower.key"
 
     @property

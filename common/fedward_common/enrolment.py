@@ -77,8 +77,8 @@ def certificate_sha256(pem: bytes) -> str:
 
 
 def generate_flower_key() -> ec.EllipticCurvePrivateKey:
-    """A fresh key for Flower's node authentication (P-384)."""
-    return ec.generate_private_key(ec.SECP384R1())
+    """A fresh key for Flower's node authentication (P-256)."""
+    return ec.generate_private_key(ec.SECP256R1())
 
 
 def flower_private_ssh(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -102,13 +102,13 @@ def flower_public_pem(key: ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKe
 
 
 def parse_flower_public(pem: str) -> ec.EllipticCurvePublicKey:
-    """The inverse of `flower_public_pem`; P-384 only. Raises `SignatureError`."""
+    """The inverse of `flower_public_pem`; P-256 only. Raises `SignatureError`."""
     try:
         key = serialization.load_pem_public_key(pem.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
         raise SignatureError("the Flower key is not a public key in PEM form.") from error
-    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
-        raise SignatureError("the Flower key must be an elliptic-curve key on P-384.")
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise SignatureError("the Flower key must be an elliptic-curve key on P-256.")
     return key
 
 

@@ -1,7 +1,8 @@
 """Flower's messages <-> our requests and replies. The only module of the common package that imports flwr's
 record types.
 
-A message holds one ArrayRecord ("vectors": one array a vector) and one ConfigRecord ("fedward": one JSON text).
+A message holds one ConfigRecord ("fedward": one JSON text) and its vectors: small ones as bytes (each record, array
+and chunk of a message costs a call of its own on its way), large ones as an ArrayRecord, which travels in chunks.
 What a node does is decided by the JSON text, never by Flower's message type.
 """
 
@@ -24,9 +25,12 @@ from fedward_common.errors import FedwardError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.update import Vector, Vectors
 
-_ARRAYS = "vectors"
+_VECTORS = "vectors"
 _HEAD = "fedward"
 _JSON = "json"
+"""No vector may have this name."""
+_INLINE = 5 * 2**20
+"""Bytes of vectors up to which they travel as bytes: as much as a chunk of Flower's holds."""
 _DEEPEST = 3
 """Levels below a message at which an array may stand: RecordDict, ArrayRecord, Array."""
 _TYPES = {
@@ -42,16 +46,27 @@ class RecordError(FedwardError):
     """A message does not hold what it must."""
 
 
+VectorRecord = ArrayRecord | ConfigRecord
+
+
 def array_record(vectors: Vectors) -> ArrayRecord:
-    """The vectors as Flower arrays; build it once and share it between the messages of a cohort, so that it is
-    hashed, sent and stored once."""
+    """The vectors as Flower arrays."""
     return ArrayRecord({name: Array(np.ascontiguousarray(vector)) for name, vector in vectors.items()})
 
 
+def vector_record(vectors: Vectors) -> VectorRecord:
+    """The vectors as a message holds them; build it once and share it between the messages of a cohort, so that it
+    is hashed, sent and stored once."""
+    arrays = array_record(vectors)
+    if sum(vector.nbytes for vector in vectors.values()) > _INLINE:
+        return arrays
+    return ConfigRecord({name: array.data for name, array in arrays.items()})
+
+
 def request_to_message(
-    request: Request, destination: int, ttl: float, arrays: ArrayRecord | None = None
+    request: Request, destination: int, ttl: float, vectors: VectorRecord | None = None
 ) -> Message:
-    """A Flower message for the node with Flower id `destination`; `arrays` is `array_record(request.vectors)` if
+    """A Flower message for the node with Flower id `destination`; `vectors` is `vector_record(request.vectors)` if
     the caller has it already."""
     head = {
         "purpose": request.purpose.value,
@@ -61,7 +76,7 @@ def request_to_message(
         "included": asdict(request.included) if request.included else None,
         "settings": dict(request.settings),
     }
-    content = _content(head, arrays if arrays is not None else array_record(request.vectors))
+    content = _content(head, vectors if vectors is not None else vector_record(request.vectors))
     return Message(content, destination, _TYPES[request.purpose], ttl=ttl, group_id=str(request.round))
 
 
@@ -97,7 +112,11 @@ def reply_to_message(reply: Reply, to: Message) -> Message:
         "failure": asdict(failure) if failure else None,
         "info": dict(reply.info),
     }
-    return Message(_content(head, array_record(reply.vectors)), reply_to=to)
+    vectors = vector_record(reply.vectors)
+    if isinstance(vectors, ConfigRecord):
+        # Nobody shares them: one record the less.
+        return Message(RecordDict({_HEAD: ConfigRecord({**vectors, _JSON: _text(head)})}), reply_to=to)
+    return Message(_content(head, vectors), reply_to=to)
 
 
 def message_to_reply(message: Message) -> Reply:
@@ -181,13 +200,16 @@ def _body(content: bytes) -> memoryview:
     return memoryview(content)[content.index(HEAD_BODY_DIVIDER) + len(HEAD_BODY_DIVIDER) :]
 
 
-def _content(head: Mapping[str, Any], arrays: ArrayRecord) -> RecordDict:
-    # JSON writes doubles so that they come back bit for bit; NaN is refused here rather than sent.
-    text = json.dumps(head, separators=(",", ":"), allow_nan=False)
-    records: dict[str, Any] = {_HEAD: ConfigRecord({_JSON: text})}
-    if arrays:
-        records[_ARRAYS] = arrays
+def _content(head: Mapping[str, Any], vectors: VectorRecord) -> RecordDict:
+    records: dict[str, Any] = {_HEAD: ConfigRecord({_JSON: _text(head)})}
+    if vectors:
+        records[_VECTORS] = vectors
     return RecordDict(records)
+
+
+def _text(head: Mapping[str, Any]) -> str:
+    # JSON writes doubles so that they come back bit for bit; NaN is refused here rather than sent.
+    return json.dumps(head, separators=(",", ":"), allow_nan=False)
 
 
 def _head(message: Message) -> dict[str, Any]:
@@ -201,20 +223,25 @@ def _head(message: Message) -> dict[str, Any]:
 
 
 def _vectors(message: Message) -> dict[str, Vector]:
-    arrays = message.content.array_records.get(_ARRAYS)
-    return {} if arrays is None else {name: _vector(name, array) for name, array in arrays.items()}
+    record = message.content.get(_VECTORS, message.content.get(_HEAD))
+    if isinstance(record, ArrayRecord):
+        return {name: _vector(name, array.data) for name, array in record.items()}
+    if isinstance(record, ConfigRecord):
+        return {name: _vector(name, data) for name, data in record.items() if name != _JSON}
+    raise RecordError(f"the vectors are a {type(record).__name__}")
 
 
-def _vector(name: str, array: Array) -> Vector:
-    """A 1-D view into the array's bytes: `Array.numpy()` would copy twice."""
-    data = array.data
+def _vector(name: str, data: object) -> Vector:
+    """A 1-D view into the bytes of a npy file: `Array.numpy()` would copy twice."""
+    if not isinstance(data, bytes):
+        raise RecordError(f"vector {name!r} is no bytes")
     head = io.BytesIO(data[:256])
     try:
         version = np.lib.format.read_magic(head)
         if version != (1, 0):
             raise ValueError(f"npy version {version}")
         shape, _, dtype = np.lib.format.read_array_header_1_0(head, max_header_size=256)
-        if len(shape) != 1 or dtype.kind not in "fiu" or str(dtype) != array.dtype:
+        if len(shape) != 1 or dtype.kind not in "fiu":
             raise ValueError(f"shape {shape}, dtype {dtype}")
         return np.frombuffer(data, dtype=dtype, count=shape[0], offset=head.tell())
     except ValueError as error:

@@ -16,11 +16,19 @@ from typing import Any, Protocol, cast
 
 import httpx
 from fedward_common.messages import Failure, Reason, Reply, Request
-from fedward_common.records import RecordError, array_record, assemble, message_to_reply, release, request_to_message
+from fedward_common.records import (
+    RecordError,
+    VectorRecord,
+    assemble,
+    message_to_reply,
+    release,
+    request_to_message,
+    vector_record,
+)
 from fedward_common.roster import KIND as ROSTER_KIND
 from fedward_common.roster import Roster
 from fedward_common.update import Vector
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 from flwr.app.message import remove_content_from_message
 from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.serde import message_to_proto
@@ -40,7 +48,7 @@ from flwr.superlink.grid import HttpGrid
 
 from fedward_server.transport import Peer
 
-_FASTEST = 0.01
+_FASTEST = 0.05
 _SLOWEST = 0.25
 _ONLINE_EVERY = 2.0
 
@@ -83,7 +91,7 @@ class _Arriving:
     name: str
     message_id: str
     next_try: float = 0.0
-    delay: float = 0.02
+    delay: float = 0.05
 
 
 class _Untying:
@@ -141,12 +149,12 @@ class FlowerTransport:
 
     def _push(self, requests: Mapping[str, Request], ttl: float) -> dict[str, str]:
         """Message id -> node name for what was sent. Equal vectors are hashed, sent and stored once."""
-        shared: dict[tuple[int, ...], ArrayRecord] = {}
+        shared: dict[tuple[int, ...], VectorRecord] = {}
         messages, names = [], []
         for name, request in requests.items():
             key = tuple(id(vector) for vector in request.vectors.values())
             if key not in shared:
-                shared[key] = array_record(request.vectors)
+                shared[key] = vector_record(request.vectors)
             messages.append(request_to_message(request, self._flower_ids[name], ttl, shared[key]))
             names.append(name)
             self._down += _size(request.vectors.values())
@@ -235,7 +243,7 @@ def _pull_each(
                 announced.pop(request_id, None)
                 open_ids.discard(request_id)
                 yield request_id, Failure(lost, "the node went offline or was revoked")
-        delay = _FASTEST if progress else min(1.3 * delay, _SLOWEST)
+        delay = _FASTEST if progress else min(1.5 * delay, _SLOWEST)
         if open_ids:
             time.sleep(min(delay, max(0.0, deadline - time.monotonic())))
     for request_id in open_ids & set(announced):

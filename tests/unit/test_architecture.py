@@ -27,7 +27,8 @@ USES_FLOWER = {
 
 
 def sources() -> list[Path]:
-    return [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py")) if "templates" not in path.parts]
+    found = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
+    return [path for path in found if "templates" not in path.parts]
 
 
 def imports(path: Path) -> set[str]:

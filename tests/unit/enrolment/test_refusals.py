@@ -92,11 +92,11 @@ def other_identity() -> str:
 
 
 def other_flower_key() -> str:
-    return flower_public_pem(ec.generate_private_key(ec.SECP384R1()))
+    return flower_public_pem(ec.generate_private_key(ec.SECP256R1()))
 
 
 def weak_flower_key() -> str:
-    return flower_public_pem(ec.generate_private_key(ec.SECP256R1()))
+    return flower_public_pem(ec.generate_private_key(ec.SECP192R1()))
 
 
 @pytest.mark.parametrize(
