@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Mapping
 
+from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
 from fedward_common.manifest import Manifest
@@ -22,7 +23,6 @@ from fedward_server.fencing import Fenced, take_over
 from fedward_server.grid import FlowerTransport, RosterDirectory
 from fedward_server.paths import RunPaths, ServerPaths
 from fedward_server.rounds import Rounds
-from fedward_server.strategy import sum_algorithm
 from fedward_server.taskhost import TaskHost
 
 app = ServerApp()
@@ -76,7 +76,7 @@ def _rounds(
 
         Rounds(
             config=config,
-            algorithm=sum_algorithm(config),
+            algorithm=build_sum(config.algorithm),
             layout=layout,
             initial=initial,
             transport=FlowerTransport(grid, RosterDirectory(paths.roster)),

@@ -8,8 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from fedward_common.algorithms.base import SumAlgorithm
-from fedward_common.algorithms.registry import build
+from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, TaskError
 from fedward_common.local import Done, LocalRunner, Work
@@ -196,9 +195,7 @@ def simulate(
         return Participant(config, store(name), lambda work: pool.do(name, work)).handle
 
     clock = simulated_clock()
-    algorithm = build(config.algorithm)
-    if not isinstance(algorithm, SumAlgorithm):
-        raise ConfigError(f"algorithm.name = {config.algorithm.name!r} needs single updates; this engine sums only.")
+    algorithm = build_sum(config.algorithm)
     return Rounds(
         config,
         algorithm,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from fedward_common.algorithms.base import MODEL, STATISTIC, SumAlgorithm
-from fedward_common.algorithms.registry import build
+from fedward_common.algorithms.base import MODEL, STATISTIC
+from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, FedwardError
 from fedward_common.messages import Reply, Request
@@ -31,14 +31,6 @@ from fedward_server.rounds import Rounds
 from fedward_server.transport import Peer, Transport
 
 _KINDS = {MODEL: Kind.TRAINABLE, STATISTIC: Kind.STATISTIC, COUNTER: Kind.COUNTER}
-
-
-def sum_algorithm(config: RunConfig) -> SumAlgorithm[object]:  # type: ignore[type-var]
-    """The run's algorithm. Raises `ConfigError` for one that needs single updates."""
-    algorithm = build(config.algorithm)
-    if not isinstance(algorithm, SumAlgorithm):
-        raise ConfigError(f"algorithm.name = {config.algorithm.name!r} needs single updates; no engine here has them.")
-    return algorithm
 
 
 class Fedward(Strategy):
@@ -81,7 +73,7 @@ class Fedward(Strategy):
         result = Result()
         rounds = Rounds(
             config=config,
-            algorithm=sum_algorithm(config),
+            algorithm=build_sum(config.algorithm),
             layout=self._layout,
             initial=vectors_of(self._layout, initial_arrays),
             transport=_WithConfig(FlowerTransport(grid, NumberedDirectory()), config),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedward_common.algorithms.base import Algorithm, AlgorithmOptions
+from fedward_common.algorithms.base import Algorithm, AlgorithmOptions, SumAlgorithm
 from fedward_common.algorithms.fedavg import FedAvg
 from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from fedward_common.algorithms.fedprox import FedProx
 from fedward_common.algorithms.scaffold import Scaffold
+from fedward_common.errors import ConfigError
 
 ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "fedavg": FedAvg,
@@ -37,3 +38,11 @@ def parse_options(value: Any) -> AlgorithmOptions:
 def build(options: AlgorithmOptions) -> Algorithm[Any]:
     """The algorithm with these options."""
     return ALGORITHMS[options.name](options)
+
+
+def build_sum(options: AlgorithmOptions) -> SumAlgorithm[Any]:
+    """The same, for the engine, which sums. Raises `ConfigError` for an algorithm that needs single updates."""
+    algorithm = build(options)
+    if not isinstance(algorithm, SumAlgorithm):
+        raise ConfigError(f"algorithm.name = {options.name!r} needs single updates; the round engine only sums.")
+    return algorithm
