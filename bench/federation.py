@@ -80,6 +80,7 @@ class Federation:
 
     def start_run(self, bundle: str, told: Mapping[str, Any]) -> int:
         """Start the ServerApp of a bundle in `bench/bundles`; Flower's run id."""
+        told = {**told, "database": str(self.paths.superlink_database)}
         return self.control.start_run(build_fab_from_disk(BUNDLES / bundle), {"bench": json.dumps(told)})
 
     def wait(self, run: int, seconds: float) -> None:

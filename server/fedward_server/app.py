@@ -18,6 +18,7 @@ from fedward_common.update import Vectors
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedward_server.direct import DirectRuntime
 from fedward_server.events import EventLog
 from fedward_server.fencing import Fenced, take_over
 from fedward_server.grid import FlowerTransport, RosterDirectory
@@ -79,7 +80,9 @@ def _rounds(
             algorithm=build_sum(config.algorithm),
             layout=layout,
             initial=initial,
-            transport=FlowerTransport(grid, RosterDirectory(paths.roster)),
+            transport=FlowerTransport(
+                grid, RosterDirectory(paths.roster), DirectRuntime(paths.superlink_database, grid.run.run_id)
+            ),
             paths=run,
             epoch=epoch,
             log=log,

@@ -31,8 +31,10 @@ from fedward_common.update import Vector
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
 from flwr.app.message.arraychunk import ArrayChunk
+from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import (
@@ -46,11 +48,13 @@ from flwr.supercore.inflatable.inflatable_utils import push_objects
 from flwr.supercore.protobuf.client import ProtobufRequestContext
 from flwr.superlink.grid import HttpGrid
 
+from fedward_server.direct import DirectRuntime
 from fedward_server.transport import Peer
 
-_FASTEST = 0.05
+_FASTEST = 0.03
 _SLOWEST = 0.25
 _ONLINE_EVERY = 2.0
+_SERVER = Node(node_id=SUPERLINK_NODE_ID)
 
 
 class Directory(Protocol):
@@ -91,7 +95,7 @@ class _Arriving:
     name: str
     message_id: str
     next_try: float = 0.0
-    delay: float = 0.05
+    delay: float = 0.03
 
 
 class _Untying:
@@ -108,13 +112,17 @@ class _Untying:
 
 
 class FlowerTransport:
-    """Requests out, replies in, over a Grid. One exchange at a time."""
+    """Requests out, replies in, over a Grid. One exchange at a time.
 
-    def __init__(self, grid: Grid, directory: Directory) -> None:
+    runtime: Flower's Runtime API without HTTP (`direct.py`), if this process may open the SuperLink's database.
+    """
+
+    def __init__(self, grid: Grid, directory: Directory, runtime: DirectRuntime | None = None) -> None:
         self._grid = grid
-        if isinstance(grid, HttpGrid):
-            client = grid._runtime_client
-            client._interceptors = (*client._interceptors, _Untying())
+        self._client: Any = runtime
+        if runtime is None and isinstance(grid, HttpGrid):
+            self._client = grid._runtime_client
+            self._client._interceptors = (*self._client._interceptors, _Untying())
         self._directory = directory
         self._flower_ids: dict[str, int] = {}
         self._down = 0
@@ -137,8 +145,7 @@ class FlowerTransport:
             return
         deadline = time.monotonic() + seconds
         waiting = self._push(requests, ttl=seconds + 60.0)
-        pull = _pull_each if isinstance(self._grid, HttpGrid) else _pull_whole
-        for message_id, answer in pull(self._grid, waiting, deadline, self._still_there):
+        for message_id, answer in self._pull(waiting, deadline):
             name = waiting[message_id]
             request = requests[name]
             reply = self._decode(answer, request) if isinstance(answer, Message) else _failed(request, answer)
@@ -158,9 +165,16 @@ class FlowerTransport:
             messages.append(request_to_message(request, self._flower_ids[name], ttl, shared[key]))
             names.append(name)
             self._down += _size(request.vectors.values())
-        grid = self._grid
-        ids = _push_each(grid, messages) if isinstance(grid, HttpGrid) else grid.push_messages(messages)
+        ids = self._grid.push_messages(messages) if self._client is None else self._push_each(messages)
         return {message_id: name for message_id, name in zip(ids, names, strict=True) if message_id}
+
+    def _push_each(self, messages: list[Message]) -> list[str]:
+        return _push_each(self._client, _run_id(self._grid), messages)
+
+    def _pull(self, waiting: Mapping[str, str], deadline: float) -> Iterator[tuple[str, Message | Failure]]:
+        if self._client is None:
+            return _pull_whole(self._grid, waiting, deadline)
+        return _pull_each(self._client, _run_id(self._grid), waiting, deadline, self._still_there)
 
     def _still_there(self, names: set[str]) -> set[str]:
         online = set(self._grid.get_node_ids())
@@ -188,8 +202,12 @@ def _failed(request: Request, failure: Failure) -> Reply:
     return Reply(request.purpose, request.run, request.round, request.attempt, failure=failure)
 
 
+def _run_id(grid: Grid) -> int:
+    return int(grid.run.run_id)
+
+
 def _pull_whole(
-    grid: Grid, waiting: Mapping[str, str], deadline: float, _still_there: Any
+    grid: Grid, waiting: Mapping[str, str], deadline: float
 ) -> Iterator[tuple[str, Message | Failure]]:
     """Replies by the public Grid API (Flower's in-memory grid has no uploads to wait for)."""
     open_ids = set(waiting)
@@ -204,11 +222,9 @@ def _pull_whole(
 
 
 def _pull_each(
-    grid: Grid, waiting: Mapping[str, str], deadline: float, still_there: Any
+    client: Any, run_id: int, waiting: Mapping[str, str], deadline: float, still_there: Any
 ) -> Iterator[tuple[str, Message | Failure]]:
     """Replies one by one: a reply whose upload has not ended holds up no other."""
-    client = cast(HttpGrid, grid)._runtime_client
-    node, run_id = cast(HttpGrid, grid).node, grid.run.run_id
     announced: dict[str, _Arriving] = {}
     open_ids = set(waiting)
     delay, next_look = _FASTEST, time.monotonic() + _ONLINE_EVERY
@@ -225,7 +241,7 @@ def _pull_each(
         for request_id, arriving in list(announced.items()):
             if time.monotonic() < arriving.next_try:
                 continue
-            outcome = _try_pull(client, node, run_id, arriving.message_id)
+            outcome = _try_pull(client, run_id, arriving.message_id)
             if outcome is None:
                 arriving.next_try = time.monotonic() + arriving.delay
                 arriving.delay = min(2 * arriving.delay, _SLOWEST)
@@ -258,7 +274,7 @@ class _Lost(Exception):
     """An object will never come."""
 
 
-def _try_pull(client: Any, node: Any, run_id: int, message_id: str) -> Message | Failure | None:
+def _try_pull(client: Any, run_id: int, message_id: str) -> Message | Failure | None:
     """The whole message, None if its upload goes on, or why it will never come.
 
     A sender pushes children before parents, so while the root (the message itself, tiny) is missing nothing large
@@ -266,7 +282,7 @@ def _try_pull(client: Any, node: Any, run_id: int, message_id: str) -> Message |
     """
 
     def pull(object_id: str) -> bytes:
-        response = client.PullObject(PullObjectRequest(node=node, run_id=run_id, object_id=object_id))
+        response = client.PullObject(PullObjectRequest(node=_SERVER, run_id=run_id, object_id=object_id))
         if not response.object_found:
             raise _Lost("the upload was given up")
         if not response.object_available:
@@ -283,14 +299,13 @@ def _try_pull(client: Any, node: Any, run_id: int, message_id: str) -> Message |
         return Failure(Reason.BAD_UPDATE, str(error))
     except httpx.HTTPStatusError as error:
         return Failure(Reason.UPLOAD_LOST, f"HTTP {error.response.status_code}")
-    confirm = ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=message_id)
+    confirm = ConfirmMessageReceivedRequest(node=_SERVER, run_id=run_id, message_object_id=message_id)
     client.ConfirmMessageReceived(confirm)
     return message
 
 
-def _push_each(grid: HttpGrid, messages: list[Message]) -> list[str]:
+def _push_each(client: Any, run_id: int, messages: list[Message]) -> list[str]:
     """`Grid.push_messages` that serialises one chunk of tensors at a time, not the whole broadcast at once."""
-    client, run_id = grid._runtime_client, grid.run.run_id
     with no_object_id_recompute():
         objects: dict[str, InflatableObject] = {}
         for message in messages:
@@ -302,7 +317,7 @@ def _push_each(grid: HttpGrid, messages: list[Message]) -> list[str]:
                 message_object_trees=[get_object_tree(message) for message in messages],
             )
         )
-        push = make_push_object_fn_protobuf(client.PushObject, grid.node, run_id, response.session_id)
+        push = make_push_object_fn_protobuf(client.PushObject, _SERVER, run_id, response.session_id)
         wanted = set(response.objects_to_push)
         for object_id in [object_id for object_id, item in objects.items() if isinstance(item, ArrayChunk)]:
             chunk = objects.pop(object_id)

@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 import sys
 
-from sqlalchemy import event
-from sqlalchemy.engine import Engine
-
 from fedward_server.paths import ServerPaths
 
-_PRAGMAS = (
+_BEFORE = (
     # Before the first table: a tensor's chunk fills a quarter of the pages that it would by default.
-    "page_size = 16384",
+    ("page_size", "16384"),
+)
+_AFTER = (
     # Ten uploads at once otherwise end in "database is locked" after Flower's 5 s.
-    "busy_timeout = 60000",
+    ("busy_timeout", "60000"),
     # 64 MiB. By default each chunk of tensors would bring a checkpoint and a wait for the disk.
-    "wal_autocheckpoint = 4096",
-    "journal_size_limit = 67108864",
+    ("wal_autocheckpoint", "4096"),
+    ("journal_size_limit", "67108864"),
 )
 
 
-def _set_pragmas(connection: object, _record: object) -> None:
-    cursor = connection.cursor()  # type: ignore[attr-defined]
-    for pragma in _PRAGMAS:
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+def tune_database() -> None:
+    """Add our settings to those with which Flower opens its database in this process; the last value counts."""
+    from flwr.supercore import sql_mixin
+    from flwr.supercore.constant import SQLITE_PRAGMAS
+
+    # Where Flower reads them; a listener of ours would run before its own and lose.
+    vars(sql_mixin)["SQLITE_PRAGMAS"] = (*_BEFORE, *SQLITE_PRAGMAS, *_AFTER)
 
 
 def arguments(paths: ServerPaths, fleet_port: int, control_port: int) -> list[str]:
@@ -51,9 +52,9 @@ def main() -> None:
     settings = load_settings(paths)
     paths.superlink_database.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.umask(0o077)
-    event.listen(Engine, "connect", _set_pragmas)
     # A line for each poll of each node helps nobody; must be set before Flower's logger is made.
     os.environ.setdefault("FLWR_LOG_LEVEL", "WARNING")
+    tune_database()
     sys.argv = ["flower-superlink", *arguments(paths, settings.fleet_port, settings.control_port)]
     from flwr.superlink.cli.flower_superlink import flower_superlink
 

@@ -18,6 +18,7 @@ USES_FLOWER = {
     "common/fedward_common/bundle.py",
     "server/fedward_server/app.py",
     "server/fedward_server/control.py",
+    "server/fedward_server/direct.py",
     "server/fedward_server/grid.py",
     "server/fedward_server/strategy.py",
     "server/fedward_server/superlink.py",

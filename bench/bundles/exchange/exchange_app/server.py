@@ -1,6 +1,7 @@
 """ServerApp that asks all nodes at once for a full update, without waves, and counts what comes back.
 
-Told by the run configuration "bench" (JSON): root, run, nodes (how many to wait for), parameters, seconds. Leaves
+Told by the run configuration "bench" (JSON): database (of the SuperLink),
+root, run, nodes (how many to wait for), parameters, seconds. Leaves
 `exchange.json`: replies and failures by node.
 """
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from fedward_common.messages import Purpose, Request
+from fedward_server.direct import DirectRuntime
 from fedward_server.grid import FlowerTransport, NumberedDirectory
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -20,7 +22,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     told = json.loads(str(context.run_config["bench"]))
-    transport = FlowerTransport(grid, NumberedDirectory())
+    transport = FlowerTransport(grid, NumberedDirectory(), DirectRuntime(Path(told["database"]), grid.run.run_id))
     while len(peers := transport.online()) < told["nodes"]:
         time.sleep(0.5)
     model = np.random.default_rng(0).standard_normal(told["parameters"], dtype=np.float32)

@@ -1,6 +1,7 @@
 """ServerApp of a real run without a task: Fedward's round engine over a model of so many parameters.
 
-Told by the run configuration "bench" (JSON): root (the run's directory), config (RunConfig), parameters. Leaves
+Told by the run configuration "bench" (JSON): database (of the SuperLink),
+root (the run's directory), config (RunConfig), parameters. Leaves
 `memory.json` beside the events: the process's memory before the first round and at its peak.
 """
 
@@ -8,13 +9,14 @@ import json
 from pathlib import Path
 
 import numpy as np
+from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.update import Kind, Layout, TensorSpec
+from fedward_server.direct import DirectRuntime
 from fedward_server.events import EventLog
 from fedward_server.grid import FlowerTransport, NumberedDirectory
 from fedward_server.paths import RunPaths
 from fedward_server.rounds import Rounds
-from fedward_server.strategy import sum_algorithm
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -28,11 +30,11 @@ def main(grid: Grid, context: Context) -> None:
     config = RunConfig.model_validate(told["config"])
     weight = TensorSpec("weight", (told["parameters"],), "float32", Kind.TRAINABLE)
     model = np.random.default_rng(0).standard_normal(told["parameters"], dtype=np.float32)
-    transport = FlowerTransport(grid, NumberedDirectory())
+    transport = FlowerTransport(grid, NumberedDirectory(), DirectRuntime(Path(told["database"]), grid.run.run_id))
     transport.online()  # the connection to the SuperLink is part of the process as it stands before a round
     rounds = Rounds(
         config=config,
-        algorithm=sum_algorithm(config),
+        algorithm=build_sum(config.algorithm),
         layout=Layout((weight,)),
         initial={"model": model},
         transport=transport,
