@@ -5,6 +5,7 @@ training."""
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -38,6 +39,9 @@ from fedward_client.status import StatusFile
 
 log = logging.getLogger("fedward.node")
 
+_FORGET = 3600.0
+"""Seconds without a request after which a run's worker is ended: its server may be gone for good. The next request
+opens the run again."""
 _SELF_STOP = 0.8
 """Share of a time limit after which training ends by itself."""
 
@@ -74,6 +78,7 @@ class Guard:
         self._status = StatusFile(paths.root / "status.json")
         self._workers = Workers()
         self._sessions: dict[str, Session] = {}
+        self._quiet_since: dict[str, float] = {}
         self._lanes: dict[int, _Lane] = {}
         self._lock = threading.Lock()
         self._admission = threading.Lock()
@@ -123,6 +128,7 @@ class Guard:
                 log.warning("a message is void: %s", void)
                 continue
             if incoming is None:
+                self._forget_quiet_runs()
                 stop.wait(pace.seconds(in_run=bool(self._sessions)))
                 continue
             pace.busy()
@@ -141,6 +147,7 @@ class Guard:
     def _handle(self, link: Link, incoming: Incoming) -> None:
         request, ticket = incoming.request, incoming.ticket
         log.info("run %s round %d: %s", request.run[:8], request.round, request.purpose.value)
+        self._quiet_since[request.run] = math.inf
         try:
             reply = self._session(link, ticket.flower_run, request).answer(request)
         except Refused as refused:
@@ -150,6 +157,17 @@ class Guard:
             log.warning("run %s round %d: %s", request.run[:8], request.round, reply.failure)
         self._send(link, reply, ticket)
         self._inflight.remove(ticket)
+        if request.run in self._sessions:
+            self._quiet_since[request.run] = time.monotonic()
+        else:
+            self._quiet_since.pop(request.run, None)
+
+    def _forget_quiet_runs(self) -> None:
+        for run, since in list(self._quiet_since.items()):
+            if time.monotonic() - since > _FORGET:
+                log.info("run %s: nothing heard for an hour, its worker is ended", run[:8])
+                self._quiet_since.pop(run)
+                self._close(run)
 
     def _send(self, link: Link, reply: Reply, ticket: Ticket) -> None:
         """Send a reply; while the server cannot be reached, keep it until its request expires: it cost a training."""
