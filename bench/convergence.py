@@ -181,24 +181,23 @@ def fashion_figures(processes: int) -> Iterator[Figure]:
             yield Figure(name, tuning.median(rate), "rounds")
     fedavg, scaffold = (best[Case(name, "single_class")] for name in ALGORITHMS)
     yield Figure("FedAvg, single class, best η: rounds to 0.79", fedavg, "rounds", "<= 180")
-    yield Figure(
-        "SCAFFOLD's rounds over FedAvg's, single class, best η each",
-        None if fedavg is None or scaffold is None else scaffold / fedavg,
-        "",
-        "<= 0.40",
-    )
+    ratio = _ratio(scaffold, fedavg)
+    yield Figure("SCAFFOLD's rounds over FedAvg's, single class, best η each", ratio, "", "<= 0.40")
     yield against("SCAFFOLD, single class, best η: rounds to 0.79", scaffold, fedavg)
     iid_fedavg, iid_scaffold = (best[Case(name, "iid")] for name in ALGORITHMS)
     yield Figure("FedAvg, IID, best η: rounds to 0.79", iid_fedavg, "rounds")
-    gap = None if iid_fedavg is None or iid_scaffold is None else abs(iid_scaffold / iid_fedavg - 1)
-    yield Figure("SCAFFOLD against FedAvg, IID: gap in rounds", gap, "", "<= 0.10")
+    # No gain is to be had on IID data; no loss either, but one round of nine is 11 %.
+    yield Figure("SCAFFOLD's rounds over FedAvg's, IID, best η each", _ratio(iid_scaffold, iid_fedavg), "", "<= 1.10")
     yield against("SCAFFOLD, IID, best η: rounds to 0.79", iid_scaffold, iid_fedavg)
 
 
 def against(name: str, rounds: float | None, peer: float | None) -> Figure:
     """Rounds beside a peer's."""
-    ratio = None if rounds is None or peer is None else rounds / peer
-    return Figure(name, rounds, "rounds", peer=peer, ratio=ratio)
+    return Figure(name, rounds, "rounds", peer=peer, ratio=_ratio(rounds, peer))
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one / other
 
 
 class Quadratic:

@@ -61,7 +61,7 @@ def _idx(path: Path, header: int) -> npt.NDArray[np.uint8]:
 
 
 class LogisticFashion:
-    """Logistic regression from zero on pixels in [0, 1]. A node's data are a slice of one tensor, not a copy."""
+    """Logistic regression on pixels in [0, 1]. A node's data are a slice of one tensor, not a copy."""
 
     def __init__(self, part: str) -> None:
         rows = partition(part)
@@ -71,10 +71,7 @@ class LogisticFashion:
         self._y = torch.from_numpy(labels("train")[order].astype(np.int64))
 
     def model(self) -> nn.Module:
-        model = nn.Linear(784, 10)
-        nn.init.zeros_(model.weight)
-        nn.init.zeros_(model.bias)
-        return model
+        return nn.Linear(784, 10)
 
     def data(self, config: Mapping[str, Any]) -> Data:
         """config: "partition" i."""
