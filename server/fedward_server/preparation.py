@@ -16,7 +16,9 @@ GRACE = 30.0
 """Seconds that a run waits for nodes that it knows of and that have not answered, once enough are ready. So a
 resumed run has its old nodes back, not just the fastest."""
 
-_ASK = 15.0  # an answer that takes longer is asked for again: preparing twice costs a node nothing
+_ASK = 30.0
+"""Seconds in which a node is to answer; later answers are lost, and the node is asked again with twice the time."""
+_LONGEST_ASK = 120.0
 _SLOWEST_POLL = 10.0
 
 _REFUSALS = frozenset(
@@ -54,6 +56,7 @@ class Preparation:
     log: EventLog
     should_stop: Callable[[], bool]
     ready: set[str] = field(default_factory=set)
+    _ask_seconds: float = _ASK
     _failures: dict[str, Failure] = field(default_factory=dict)
     _online: dict[str, bool] = field(default_factory=dict)
     """Wanted nodes that are online -> whether the run trains on them."""
@@ -130,8 +133,13 @@ class Preparation:
             return
         for name in requests:
             self._failures.setdefault(name, Failure(Reason.NO_REPLY))
-        for name, reply in self.transport.exchange(requests, min(_ASK, seconds)):
+        silent = set(requests)
+        for name, reply in self.transport.exchange(requests, min(self._ask_seconds, seconds)):
             self.note(name, reply)
+            silent.discard(name)
+        if silent:
+            # A machine that takes so long to load its data must not be asked for ever.
+            self._ask_seconds = min(2 * self._ask_seconds, _LONGEST_ASK)
 
     def _refused(self) -> set[str]:
         return {name for name, failure in self._failures.items() if failure.reason not in _SILENCE}
