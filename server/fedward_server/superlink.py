@@ -17,6 +17,9 @@ _AFTER = (
     # 64 MiB. By default each chunk of tensors would bring a checkpoint and a wait for the disk.
     ("wal_autocheckpoint", "4096"),
     ("journal_size_limit", "67108864"),
+    # Tensors are read once: keep 4 MiB of pages a connection, not 64, and map nothing into memory.
+    ("cache_size", "-4096"),
+    ("mmap_size", "0"),
 )
 
 
