@@ -296,18 +296,34 @@ class Link:
                 if object_id not in wanted:
                     continue
                 content = item.deflate()
-                self._again(
-                    self._stub.PushObject,
+                self._push_object(
                     PushObjectRequest(
                         node=self._node,
                         run_id=run,
                         object_id=object_id,
                         object_content=content,
                         session_id=response.session_id,
-                    ),
-                    _LARGE,
+                    )
                 )
                 self.bytes_up += len(content)
+
+    def _push_object(self, request: PushObjectRequest) -> None:
+        """Upload one object, with retries. A server whose database was busy raises nothing: it says "not stored"."""
+        delay, unheard = 0.1, False
+        for _ in range(_PUSH_TRIES):
+            try:
+                stored = self._call(self._stub.PushObject, request, _LARGE).stored
+            except LinkDown as error:
+                lost, unheard = error, True
+            else:
+                # What is stored already is not stored again: then the answer to an earlier attempt was lost.
+                if stored or unheard:
+                    return
+                lost = LinkDown(f"the server did not store object {request.object_id[:12]}")
+            if self._closed.wait(delay):
+                break
+            delay *= 2
+        raise lost
 
     def _again(self, call: Any, request: Any, seconds: float) -> Any:
         """`_call` with retries: a busy server ("database is locked") must not cost a trained update."""

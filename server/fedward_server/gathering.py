@@ -48,6 +48,8 @@ class Gathering:
     replies: list[str] = field(default_factory=list)
     failures: dict[str, Failure] = field(default_factory=dict)
     _announced: deque[str] = field(default_factory=deque)
+    _asked_again: dict[str, float] = field(default_factory=dict)
+    """Nodes whose upload was lost once -> seconds that it had."""
 
     def __post_init__(self) -> None:
         lengths = {group: length for group, (length, _) in self.shapes.items()}
@@ -95,6 +97,9 @@ class Gathering:
         names = [self._announced.popleft() for _ in range(min(wave, len(self._announced)))]
         waves_to_come = math.ceil((len(self._announced) + len(self._open())) / wave)
         seconds = deadline.left() / (1 + waves_to_come)
+        if all(name in self._asked_again for name in names):
+            # The others are done: a dead node is not to keep the round open to its deadline.
+            seconds = min(seconds, 2 * max(self._asked_again[name] for name in names))
         requests = {
             name: replace(self.requests[name], purpose=Purpose.COLLECT, vectors={}, settings={"seconds": seconds})
             for name in names
@@ -103,8 +108,14 @@ class Gathering:
             self._take(name, reply, note)
             del reply
         for name in names:
-            if name not in self.replies:
-                self.failures.setdefault(name, Failure(Reason.UPLOAD_LOST))
+            if name in self.replies:
+                continue
+            lost = self.failures.setdefault(name, Failure(Reason.UPLOAD_LOST))
+            if lost.reason is Reason.UPLOAD_LOST and name not in self._asked_again and not deadline.over:
+                # Its share of the time may have been short, or the server's disk busy. Once more, after the others.
+                self._asked_again[name] = seconds
+                del self.failures[name]
+                self._announced.append(name)
 
     def _take(self, name: str, reply: Reply, note: Callable[[str, Reply], None]) -> None:
         if name in self.replies or name in self.failures:

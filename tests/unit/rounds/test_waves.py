@@ -80,6 +80,41 @@ def test_a_node_that_dies_after_announcing_costs_its_own_reply_only(world, monke
     np.testing.assert_allclose(outcome.state.vectors["c"], w.mean_kept(), atol=1e-9)
 
 
+def test_an_upload_that_was_lost_is_asked_for_once_more(world, monkeypatch):
+    monkeypatch.setattr(gathering, "UPLOADS_AT_ONCE", UPDATE)
+    w = world(nodes=4, rounds=1, cohort={"deadline": 100})
+    asked = []
+
+    class LosesOne(Faults):
+        def answers(self, name, request, reply):
+            if (name, request.purpose) == ("node-1", Purpose.COLLECT):
+                asked.append(request.settings["seconds"])
+                return reply if len(asked) == 2 else None
+            return reply
+
+    assert w.run(LosesOne()).status == "finished"
+    (event,) = w.events("round")
+    assert len(event["replies"]) == 4 and not event["failures"]
+    assert asked[1] <= 2 * asked[0]
+
+
+def test_a_node_whose_uploads_are_all_lost_is_asked_twice(world, monkeypatch):
+    monkeypatch.setattr(gathering, "UPLOADS_AT_ONCE", UPDATE)
+    w = world(nodes=4, rounds=1, cohort={"deadline": 100})
+    asked = []
+
+    class LosesAll(Faults):
+        def answers(self, name, request, reply):
+            if (name, request.purpose) == ("node-1", Purpose.COLLECT):
+                asked.append(name)
+                return None
+            return reply
+
+    assert w.run(LosesAll()).status == "finished"
+    (event,) = w.events("round")
+    assert event["failures"] == {"node-1": "upload_lost"} and len(asked) == 2
+
+
 def test_a_node_that_only_ever_announces_does_not_keep_the_server_busy(world, monkeypatch):
     monkeypatch.setattr(gathering, "UPLOADS_AT_ONCE", UPDATE)
     w = world(nodes=3, rounds=1)
