@@ -65,10 +65,10 @@ class HalfLink(Link):
 
     breaks = False
 
-    def _again(self, call: Any, request: Any, seconds: float) -> Any:
-        if self.breaks and isinstance(request, PushObjectRequest):
+    def _push_object(self, request: PushObjectRequest) -> None:
+        if self.breaks:
             raise Announced
-        return super()._again(call, request, seconds)
+        super()._push_object(request)
 
     def vanish(self) -> None:
         """What a killed process leaves: no farewell, no more heartbeats."""
