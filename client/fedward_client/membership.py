@@ -14,6 +14,7 @@ from fedward_common.signing import parse_public
 from fedward_client.enrol import Enrolled, standing
 from fedward_client.link import Link
 from fedward_client.paths import NodePaths
+from fedward_client.traffic import Traffic
 
 log = logging.getLogger("fedward.node")
 
@@ -59,11 +60,12 @@ class Membership:
         write_roster(self.paths.roster, envelope)
         self._roster = roster
 
-    def link(self) -> Link:
-        """A link to the server, not connected yet."""
+    def link(self, traffic: Traffic) -> Link:
+        """A link to the server, not connected yet, that counts in `traffic` what it sends."""
         entry = self._roster.node(self.name)
         flower_id = int(entry.flower_id) if entry is not None and entry.flower_id is not None else None
-        return Link(self._enrolled.fleet_address, self.paths.ca.read_bytes(), self.paths.flower_key, flower_id)
+        ca = self.paths.ca.read_bytes()
+        return Link(self._enrolled.fleet_address, ca, self.paths.flower_key, flower_id, traffic)
 
     def why_refused(self) -> str | None:
         """What the service says of this node's standing (revoked, left …), None if it says nothing."""
