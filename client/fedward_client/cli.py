@@ -181,7 +181,8 @@ def show_journal(
         for entry in entries:
             typer.echo(json.dumps(entry))
         return
-    out.print(message_table(entries))
+    # A verdict needs its room even where the terminal is narrow.
+    Console(width=max(out.width, 110)).print(message_table(entries))
     if end is not None:
         print_head(out, end)
 

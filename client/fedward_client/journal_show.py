@@ -32,12 +32,9 @@ def messages(path: Path, last: int, run: str) -> tuple[list[Mapping[str, Any]], 
 
 def message_table(entries: list[Mapping[str, Any]]) -> Table:
     """One row a message."""
-    table = Table("time", "run", box=None)
-    table.add_column("round", justify="right")
-    table.add_column("purpose")
-    table.add_column("outcome")
-    table.add_column("bytes", justify="right")
-    table.add_column("protections")
+    table = Table(box=None)
+    for name in ("time", "run", "round", "purpose", "outcome", "bytes", "protections"):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("round", "bytes") else "left")
     table.add_column("policy", overflow="fold")
     for entry in entries:
         table.add_row(
