@@ -9,17 +9,19 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
 from fedward_common.local import Done, Work
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.node import Participant, Refused
 from fedward_common.records import RecordError
 from fedward_common.roster import RosterError
-from fedward_common.signing import SignatureError
+from fedward_common.secure import SecureParticipant, Standing
+from fedward_common.signing import SignatureError, load_private
 from fedward_common.worker import sandbox
 from fedward_common.worker.parent import Workers
 from fedward_common.worker.setup import Setup
@@ -163,6 +165,8 @@ class Guard:
             self._quiet_since.pop(request.run, None)
 
     def _forget_quiet_runs(self) -> None:
+        for session in list(self._sessions.values()):
+            session.expire()
         for run, since in list(self._quiet_since.items()):
             if time.monotonic() - since > _FORGET:
                 log.info("run %s: nothing heard for an hour, its worker is ended", run[:8])
@@ -226,10 +230,9 @@ class Guard:
             early = replace(work, seconds=_SELF_STOP * limit)
             return self._workers.do(run, setup, early, limit, wait=limit)
 
-        store = FileStore(run_dir / "state")
         session = Session(
             admitted,
-            Participant(config, store, execute),
+            self._participant(run, config, FileStore(run_dir / "state"), execute),
             self._policy,
             self._journal,
             self._incidents,
@@ -238,6 +241,15 @@ class Guard:
         self._sessions[run] = session
         self._status.write(state="connected", runs=sorted(self._sessions))
         return session
+
+    def _participant(
+        self, run: str, config: RunConfig, store: FileStore, execute: Callable[[Work], Done]
+    ) -> Participant:
+        if not config.secure_sum.enabled:
+            return Participant(config, store, execute)
+        identity = load_private(self._member.paths.identity_key)
+        node, least = bytes.fromhex(self._member.node_id), self._policy.min_cohort
+        return SecureParticipant(run, config, store, execute, Standing(node, identity, self._member.roster, least))
 
     def _close(self, run: str) -> None:
         self._sessions.pop(run, None)

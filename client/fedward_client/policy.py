@@ -52,6 +52,11 @@ class Policy(BaseModel):
     min_cohort: Annotated[int, Field(ge=1)] = Field(
         default=2, description="Fewest nodes in a round (or an evaluation) for this node to take part in it."
     )
+    require_secure_sum: bool = Field(
+        default=True,
+        description="Take part only in runs whose server sees sums alone. With false, a run may have this node\n"
+        "send its update, weight and metrics in the open.",
+    )
     max_memory_mb: Annotated[int, Field(ge=64)] | None = Field(
         default=None,
         description="Memory in MiB that a worker may use before it is ended; without it, three quarters of what\n"
@@ -139,6 +144,8 @@ def check_run(policy: Policy, config: RunConfig) -> list[Failure]:
         found.append(_refusal(f"algorithms = {_toml(policy.algorithms)}, the run uses {algorithm}"))
     if policy.run_tags and not set(policy.run_tags) & set(config.tags):
         found.append(_refusal(f"run_tags = {_toml(policy.run_tags)}, the run has {_toml(config.tags)}"))
+    if policy.require_secure_sum and not config.secure_sum.enabled:
+        found.append(_refusal("require_secure_sum = true, the run has secure_sum.enabled = false"))
     local = config.local
     if local.epochs is not None and local.epochs > policy.max_epochs:
         found.append(_refusal(f"max_epochs = {policy.max_epochs}, the run asks for {local.epochs}"))

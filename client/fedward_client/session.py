@@ -102,6 +102,10 @@ class Session:
             self._on_finish()
         return reply
 
+    def expire(self) -> None:
+        """Forget secrets that no request can ask for any more."""
+        self._participant.expire()
+
     def _reply(self, request: Request) -> Reply:
         try:
             refusal = check_request(self._policy, request)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ from fedward_common.errors import FedwardError
 from fedward_common.files import write_atomic
 from fedward_common.signing import (
     SignatureError,
+    canonical,
     key_id,
     keys_by_id,
     open_envelope,
@@ -53,6 +56,11 @@ class RosterNode(_Frozen):
     identity: PublicKeyText
     tags: tuple[str, ...] = ()
 
+    @property
+    def id_bytes(self) -> bytes:
+        """The node id as 16 bytes."""
+        return bytes.fromhex(self.node_id)
+
 
 class RosterScientist(_Frozen):
     """One data scientist."""
@@ -85,6 +93,17 @@ class Roster(_Frozen):
     def node(self, name: str) -> RosterNode | None:
         """The node of that name."""
         return next((node for node in self.nodes if node.name == name), None)
+
+    @cached_property
+    def identities(self) -> Mapping[bytes, Ed25519PublicKey]:
+        """Node id (16 bytes) -> identity key."""
+        return {node.id_bytes: parse_public(node.identity) for node in self.nodes}
+
+    @cached_property
+    def digest(self) -> str:
+        """Version and SHA-256: nodes that name the same digest know the same members."""
+        text = canonical(self.model_dump(mode="json"))
+        return f"{self.version}:{hashlib.sha256(text.encode()).hexdigest()}"
 
     def scientist_keys(self) -> dict[str, Ed25519PublicKey]:
         """Key id -> public key of every data scientist."""

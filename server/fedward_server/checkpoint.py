@@ -28,6 +28,7 @@ from safetensors.torch import save
 
 from fedward_server.fencing import Fenced, read_owner
 from fedward_server.paths import RunPaths
+from fedward_server.ranges import Ranges
 
 COUNTER = "counter"
 """Name of the vector of integer buffers in the server's state, if the model has any: kept from the initial model."""
@@ -58,7 +59,8 @@ class Checkpoint:
 
     enrolled: the N nodes of the run, fixed at its start, sorted. present: those that were ready, for whom a resumed
     run waits a while. included: each node's last training that was in a sum. cohorts: a round's nodes as indices
-    into `enrolled`. event: the fields of the last round's event (None before round 1). epoch: of the writer.
+    into `enrolled`. ranges: of the next secure sum's coordinates. event: the fields of the last round's event (None
+    before round 1). epoch: of the writer.
     """
 
     run: str
@@ -71,6 +73,7 @@ class Checkpoint:
     cohorts: tuple[tuple[int, ...], ...] = ()
     standing: Standing = Standing()
     event: Mapping[str, Any] | None = None
+    ranges: Ranges | None = None
 
     @property
     def round(self) -> int:
@@ -99,6 +102,7 @@ class Checkpoint:
                 "cohorts": self.cohorts,
                 "standing": asdict(self.standing),
                 "event": self.event,
+                "ranges": None if self.ranges is None else self.ranges.to_dict(),
             },
             separators=(",", ":"),
             allow_nan=False,
@@ -119,6 +123,7 @@ class Checkpoint:
             cohorts=tuple(tuple(cohort) for cohort in content["cohorts"]),
             standing=Standing(**content["standing"]),
             event=content["event"],
+            ranges=None if content["ranges"] is None else Ranges.from_dict(content["ranges"]),
         )
 
 

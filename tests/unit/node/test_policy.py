@@ -12,12 +12,15 @@ from fedward_common.errors import ConfigError
 from fedward_common.messages import Purpose, Reason, Request
 
 
-def config(algorithm: str = "fedavg", tags: tuple[str, ...] = (), **local: Any) -> RunConfig:
+def config(
+    algorithm: str = "fedavg", tags: tuple[str, ...] = (), secure: bool = True, **local: Any
+) -> RunConfig:
     local = local or {"steps": 1}
     return parse_config(
         {
             "name": "r", "task": "a:B", "rounds": 1, "algorithm": {"name": algorithm},
             "local": {"lr": 0.1, **local}, "tags": list(tags),
+            "secure_sum": {"enabled": secure},
         }
     )  # fmt: skip
 
@@ -40,6 +43,7 @@ def rules(policy: str, run: RunConfig) -> list[str]:
         ('run_tags = ["cancer"]', config(), 'run_tags = ["cancer"], the run has []', config(tags=("cancer",))),
         ("max_seconds_per_round = 60", config(steps=1, max_seconds=90),
          "max_seconds_per_round = 60, the run asks for 90", config(steps=1, max_seconds=60)),
+        ("", config(secure=False), "require_secure_sum = true, the run has secure_sum.enabled = false", config()),
     ],
 )  # fmt: skip
 def test_a_run_that_breaks_a_rule_hears_it(policy, refused, rule, allowed) -> None:
