@@ -16,10 +16,11 @@ from typing import Any
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
 from fedward_common.local import Done, Work
+from fedward_common.members import Kind
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.node import Participant, Refused
 from fedward_common.records import RecordError
-from fedward_common.roster import RosterError
+from fedward_common.roster import Roster, RosterError
 from fedward_common.secure import SecureParticipant, Standing
 from fedward_common.signing import SignatureError, load_private
 from fedward_common.worker import sandbox
@@ -31,7 +32,7 @@ from fedward_client.incidents import Incidents
 from fedward_client.inflight import Inflight
 from fedward_client.journal import Journal
 from fedward_client.link import Incoming, Link, LinkDown, LinkRefused, RunGone, RunInfo, Ticket
-from fedward_client.membership import Membership
+from fedward_client.membership import Membership, RosterPinned
 from fedward_client.pace import Backoff, Pace
 from fedward_client.policy import Policy
 from fedward_client.session import Session, admit, parse_envelope, record, refuse
@@ -77,7 +78,7 @@ class Guard:
         self._journal = Journal(paths.journal)
         self._incidents = Incidents(paths.log)
         self._inflight = Inflight(paths.root / "inflight")
-        self._status = StatusFile(paths.root / "status.json")
+        self._status = StatusFile(paths.status)
         self._workers = Workers()
         self._sessions: dict[str, Session] = {}
         self._quiet_since: dict[str, float] = {}
@@ -101,6 +102,7 @@ class Guard:
                     backoff.reset()
                     self._status.write(state="connected", flower_id=str(flower_id))
                     log.info("connected to %s as %s", self._member.server, self._member.name)
+                    self._tell_standing()
                     self._answer_interrupted(link)
                     self._receive(link, stop)
                 except LinkDown as down:
@@ -115,6 +117,12 @@ class Guard:
             self._workers.close()
             link.close()
         self._status.write(state="stopped")
+
+    def _tell_standing(self) -> None:
+        if not self._member.listed():
+            log.warning("this node is not in the roster yet: its enrolment authority has still to sign")
+        for member in self._member.pending():
+            log.warning("%s waits for approval: fedward node roster show", member)
 
     def _without_landlock(self) -> str:
         if self._policy.allow_unsandboxed_worker:
@@ -193,13 +201,13 @@ class Guard:
             return self._admit(link, flower_run, request)
 
     def _admit(self, link: Link, flower_run: int, request: Request) -> Session:
-        if request.purpose is Purpose.PREPARE and "roster" in request.settings:
-            self._accept_roster(request.settings["roster"])
         session = self._sessions.get(request.run)
         if session is not None and request.purpose is not Purpose.PREPARE:
             return session
+        roster = self._roster(request)
         papers = _Papers(link, link.run_info(flower_run))
-        admitted = admit(papers, self._member.roster(), self._policy, self._approvals, self._member.name)
+        self._check_signer(papers)
+        admitted = admit(papers, roster, self._policy, self._approvals, self._member.name)
         if admitted.manifest.run != request.run:
             raise Refused(
                 Failure(Reason.MANIFEST_INVALID, "the request names another run than the signed manifest")
@@ -256,11 +264,23 @@ class Guard:
         self._workers.release(run)
         self._status.write(state="connected", runs=sorted(self._sessions))
 
-    def _accept_roster(self, envelope: Mapping[str, Any]) -> None:
+    def _roster(self, request: Request) -> Roster:
+        """Who counts here, after the roster that a PREPARE brings. Raises `Refused`."""
         try:
-            self._member.accept_roster(envelope)
+            if request.purpose is Purpose.PREPARE and "roster" in request.settings:
+                self._member.accept_roster(request.settings["roster"])
+            return self._member.roster()
+        except RosterPinned as error:
+            raise Refused(Failure(Reason.POLICY, str(error))) from error
         except (SignatureError, RosterError) as error:
             raise Refused(Failure(Reason.MANIFEST_INVALID, f"roster refused: {error}")) from error
+
+    def _check_signer(self, papers: _Papers) -> None:
+        """A data scientist who waits for approval is not unknown: the refusal says what is to be done."""
+        signer = papers.manifest().get("key")
+        for member in self._member.pending():
+            if member.kind is Kind.SCIENTIST and member.key_id == signer:
+                raise Refused(Failure(Reason.POLICY, self._member.why_not(member)))
 
     def _answer_interrupted(self, link: Link) -> None:
         """Tell the server about requests that a killed predecessor took and never answered, so that no round
