@@ -79,7 +79,7 @@ class Node(threading.Thread):
             return False
         request = incoming.request
         participant = self._runs.setdefault(request.run, Participant(self._config, MemoryStore(), self._worker))
-        self._link.send(participant.handle(request), incoming.ticket)
+        self._link.send(self._link.pack(participant.handle(request), incoming.ticket))
         if request.purpose is Purpose.FINISH:
             del self._runs[request.run]
         return True

@@ -41,7 +41,7 @@ class StockNode(threading.Thread):
                 changed = ArrayRecord({"weight": Array(model + np.float32(1e-6 * (1 + self._number)))})
                 content = RecordDict({"arrays": changed, "metrics": MetricRecord({"num-examples": 1})})
                 message.metadata.__dict__["_message_id"] = metadata.message_id
-                self._link.send_message(Message(content, reply_to=message))
+                self._link.send(self._link.pack_message(Message(content, reply_to=message)))
                 pace.busy()
             except LinkDown as error:
                 print(f"node {self._number}: link down: {error}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
@@ -18,8 +19,10 @@ from fedward_client.paths import NodePaths
 
 app = typer.Typer(help="Run this site's node.", no_args_is_help=True)
 bundles = typer.Typer(help="Read and approve what data scientists want to run here.", no_args_is_help=True)
+journals = typer.Typer(help="What left this node; works offline, with or without a guard.", no_args_is_help=True)
 app.add_typer(bundles, name="bundle")
 app.add_typer(rosters, name="roster")
+app.add_typer(journals, name="journal")
 
 
 @app.command()
@@ -91,7 +94,7 @@ def up(
 @app.command()
 def status(directory: Folder = DEFAULT) -> None:
     """Who this node is and what it is doing."""
-    from fedward_client.journal import Journal
+    from fedward_client.journal_lines import tail
     from fedward_client.membership import Membership
     from fedward_client.policy import load_policy
     from fedward_client.status import StatusFile
@@ -109,7 +112,7 @@ def status(directory: Folder = DEFAULT) -> None:
     table.add_row("roster", f"version {roster.version}, {len(roster.nodes)} nodes{waiting}{unsigned}")
     table.add_row("guard", "never started" if now is None else _guard(now))
     out.print(table)
-    for entry in Journal(paths.journal).tail(5):
+    for entry in tail(paths.journal, 5):
         where = f"run {entry['run'][:8]} round {entry['round']}"
         out.print(f"  {entry['time']} {where} {entry['purpose']}: {entry['outcome']}")
 
@@ -176,3 +179,39 @@ def approve_bundle(
 
     item = Approvals(NodePaths(directory.resolve())).approve(bundle)
     out.print(f"[green]Approved[/] {item.app} {item.sha256[:12]}. Runs that wait for it start within seconds.")
+
+
+@journals.command("show")
+def show_journal(
+    directory: Folder = DEFAULT,
+    last: Annotated[int, typer.Option(min=1, help="how many messages")] = 20,
+    run: Annotated[str, typer.Option(help="only this run: its id or the beginning of it")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="the lines as they are, with all they say")] = False,
+) -> None:
+    """The messages that left this node, and the journal's head."""
+    from fedward_client.journal_show import message_table, messages, print_head
+
+    entries, end = messages(NodePaths(directory.resolve()).journal, last, run)
+    if as_json:
+        for entry in entries:
+            typer.echo(json.dumps(entry))
+        return
+    out.print(message_table(entries))
+    if end is not None:
+        print_head(out, end)
+
+
+@journals.command("verify")
+def verify_journal(
+    directory: Folder = DEFAULT,
+    head: Annotated[str | None, typer.Option(help="NUMBER:HASH of a line that you remember from 'show'")] = None,
+) -> None:
+    """Check the chain, and the sum of all bytes against the link's own total. Exits with 1 if something is wrong."""
+    from fedward_client.journal_show import print_report
+    from fedward_client.journal_verify import Head, verify
+
+    paths = NodePaths(directory.resolve())
+    report = verify(paths.journal, paths.sent, Head.parse(head) if head else None)
+    print_report(out, report)
+    if report.problems:
+        raise typer.Exit(1)

@@ -17,7 +17,7 @@ from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
 from fedward_common.local import Done, Work
 from fedward_common.members import Kind
-from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
+from fedward_common.messages import Failure, Purpose, Reason, Request
 from fedward_common.node import Participant, Refused
 from fedward_common.records import RecordError
 from fedward_common.roster import Roster, RosterError
@@ -30,21 +30,25 @@ from fedward_common.worker.setup import Setup
 from fedward_client.approval import Approvals
 from fedward_client.incidents import Incidents
 from fedward_client.inflight import Inflight
-from fedward_client.journal import Journal
-from fedward_client.link import Incoming, Link, LinkDown, LinkRefused, RunGone, RunInfo, Ticket
+from fedward_client.journal import Journal, JournalError, Note
+from fedward_client.link import Incoming, Link, LinkDown, LinkRefused, Outgoing, RunGone, RunInfo, Ticket
 from fedward_client.membership import Membership, RosterPinned
 from fedward_client.pace import Backoff, Pace
 from fedward_client.policy import Policy
-from fedward_client.session import Session, admit, parse_envelope, record, refuse
+from fedward_client.session import Session, admit, note, parse_envelope, refuse
 from fedward_client.settings import NodeSettings
 from fedward_client.state import FileStore
 from fedward_client.status import StatusFile
+from fedward_client.traffic import Traffic
 
 log = logging.getLogger("fedward.node")
 
 _FORGET = 3600.0
 """Seconds without a request after which a run's worker is ended: its server may be gone for good. The next request
 opens the run again."""
+_COUNT_EVERY = 60.0
+"""Seconds after which what was sent is written down even if no message leaves: a guard that is killed loses the count
+of no more than that."""
 _SELF_STOP = 0.8
 """Share of a time limit after which training ends by itself."""
 
@@ -75,7 +79,8 @@ class Guard:
         self._policy = policy
         paths = member.paths
         self._approvals = Approvals(paths)
-        self._journal = Journal(paths.journal)
+        self._traffic = Traffic()
+        self._journal = Journal(paths.journal, paths.sent, member.node_id, self._traffic)
         self._incidents = Incidents(paths.log)
         self._inflight = Inflight(paths.root / "inflight")
         self._status = StatusFile(paths.status)
@@ -88,13 +93,18 @@ class Guard:
         self._stop = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set. Raises `LinkRefused` when the server will not have this node any more."""
+        """Serve until `stop` is set. Raises `LinkRefused` when the server will not have this node any more, and
+        `JournalError` when the journal cannot be written."""
         self._stop = stop
         sandbox.hide_memory()
         if not sandbox.available():
             log.warning("this kernel has no Landlock: workers %s", self._without_landlock())
+        self._journal.opened()
+        counting = threading.Event()
+        counter = threading.Thread(target=self._count_often, args=(counting,), name="journal", daemon=True)
+        counter.start()
         backoff = Backoff()
-        link = self._member.link()
+        link = self._member.link(self._traffic)
         try:
             while not stop.is_set():
                 try:
@@ -103,8 +113,7 @@ class Guard:
                     self._status.write(state="connected", flower_id=str(flower_id))
                     log.info("connected to %s as %s", self._member.server, self._member.name)
                     self._tell_standing()
-                    self._answer_interrupted(link)
-                    self._receive(link, stop)
+                    self._serve(link, stop)
                 except LinkDown as down:
                     wait = backoff.seconds()
                     self._status.write(state="disconnected", reason=str(down))
@@ -116,6 +125,9 @@ class Guard:
         finally:
             self._workers.close()
             link.close()
+            counting.set()
+            counter.join()
+            self._write_down(self._journal.closed)
         self._status.write(state="stopped")
 
     def _tell_standing(self) -> None:
@@ -123,6 +135,23 @@ class Guard:
             log.warning("this node is not in the roster yet: its enrolment authority has still to sign")
         for member in self._member.pending():
             log.warning("%s waits for approval: fedward node roster show", member)
+
+    def _serve(self, link: Link, stop: threading.Event) -> None:
+        try:
+            self._answer_interrupted(link)
+            self._receive(link, stop)
+        finally:
+            self._write_down(self._journal.control)
+
+    def _count_often(self, done: threading.Event) -> None:
+        while not done.wait(_COUNT_EVERY):
+            self._write_down(self._journal.control)
+
+    def _write_down(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except JournalError as error:
+            log.error("%s", error)
 
     def _without_landlock(self) -> str:
         if self._policy.allow_unsandboxed_worker:
@@ -159,13 +188,15 @@ class Guard:
         log.info("run %s round %d: %s", request.run[:8], request.round, request.purpose.value)
         self._quiet_since[request.run] = math.inf
         try:
-            reply = self._session(link, ticket.flower_run, request).answer(request)
+            session = self._session(link, ticket.flower_run, request)
+            reply = session.answer(request)
+            line = session.note(reply)
         except Refused as refused:
             reply = refuse(request, refused.failure)
-            record(self._journal, request, reply)
+            line = note(reply)
         if reply.failure is not None:
             log.warning("run %s round %d: %s", request.run[:8], request.round, reply.failure)
-        self._send(link, reply, ticket)
+        self._send(link, link.pack(reply, ticket), ticket, line)
         self._inflight.remove(ticket)
         if request.run in self._sessions:
             self._quiet_since[request.run] = time.monotonic()
@@ -181,19 +212,23 @@ class Guard:
                 self._quiet_since.pop(run)
                 self._close(run)
 
-    def _send(self, link: Link, reply: Reply, ticket: Ticket) -> None:
-        """Send a reply; while the server cannot be reached, keep it until its request expires: it cost a training."""
+    def _send(self, link: Link, outgoing: Outgoing, ticket: Ticket, line: Note) -> None:
+        """Journal a reply, then send it; while the server cannot be reached, keep it until its request expires: it
+        cost a training."""
+        self._journal.message(line, outgoing.size, outgoing.sha256)
         backoff = Backoff()
-        while True:
-            try:
-                return link.send(reply, ticket)
-            except RunGone as gone:
-                log.info("run %s is over, its reply is dropped: %s", ticket.run[:8], gone)
-                return
-            except LinkDown as down:
-                if time.time() > ticket.created_at + ticket.ttl or self._stop.wait(backoff.seconds()):
-                    log.error("run %s round %d: the reply could not be sent: %s", ticket.run[:8], ticket.round, down)
-                    return
+        try:
+            while True:
+                try:
+                    return link.send(outgoing)
+                except LinkDown as down:
+                    if time.time() > ticket.created_at + ticket.ttl or self._stop.wait(backoff.seconds()):
+                        log.error("run %s round %d: reply could not be sent: %s", ticket.run[:8], ticket.round, down)
+                        return
+        except RunGone as gone:
+            log.info("run %s is over, its reply is dropped: %s", ticket.run[:8], gone)
+        finally:
+            link.drop(outgoing)
 
     def _session(self, link: Link, flower_run: int, request: Request) -> Session:
         """The open session of the request's run; the first request of a run (or after a restart) opens it."""
@@ -242,7 +277,6 @@ class Guard:
             admitted,
             self._participant(run, config, FileStore(run_dir / "state"), execute),
             self._policy,
-            self._journal,
             self._incidents,
             on_finish=lambda: self._close(run),
         )
@@ -286,7 +320,8 @@ class Guard:
         """Tell the server about requests that a killed predecessor took and never answered, so that no round
         waits for them until its deadline."""
         for ticket in self._inflight.left_over():
-            self._send(link, refuse(ticket.request(), Failure(Reason.RESTARTED)), ticket)
+            reply = refuse(ticket.request(), Failure(Reason.RESTARTED))
+            self._send(link, link.pack(reply, ticket), ticket, note(reply))
             self._inflight.remove(ticket)
 
 

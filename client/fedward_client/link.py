@@ -47,6 +47,8 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
+from fedward_client.traffic import Traffic
+
 _SMALL = 15.0
 """Seconds for a call that carries no tensor."""
 _LARGE = 120.0
@@ -150,16 +152,39 @@ class Incoming:
     ticket: Ticket
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """A message that is ready to leave. However often it is sent, it is the same one, and the server takes it once.
+
+    left: bytes of each call that it needs and that was not made yet, by object id ("": the announcement).
+    size: bytes of them all, as long as no call is repeated; without the server's session id in each upload.
+    """
+
+    message: Message
+    announcement: PushMessagesRequest
+    left: dict[str, int]
+    size: int
+
+    @property
+    def sha256(self) -> str:
+        """Flower's id of the message: SHA-256 of its root object, which holds the metadata and its children's ids,
+        each the SHA-256 of the child. So it stands for every byte that the message holds."""
+        return str(self.message.metadata.message_id)
+
+
 class Link:
     """One authenticated channel. `connect` first; all methods are thread-safe and raise `LinkDown`, `LinkRefused`
-    or `RunGone`."""
+    or `RunGone`. All that they send is counted in `traffic`."""
 
-    def __init__(self, address: str, ca_pem: bytes, key: Path, flower_id: int | None) -> None:
+    def __init__(
+        self, address: str, ca_pem: bytes, key: Path, flower_id: int | None, traffic: Traffic | None = None
+    ) -> None:
         private = load_ssh_private_key(key.read_bytes(), None)
         if not isinstance(private, ec.EllipticCurvePrivateKey):
             raise FedwardError(f"{key}: not an EC key. 'fedward node rotate-key' makes a new one.")
         public = private.public_key()
         self._public = public_key_to_bytes(public)
+        self.traffic = traffic or Traffic()
         # The interceptor modules are loaded late in Flower's own code; this import keeps that order.
         from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
 
@@ -170,6 +195,8 @@ class Link:
             interceptors=[
                 RuntimeVersionClientInterceptor(component_name="SuperNode"),
                 NodeAuthClientInterceptor(private, public),
+                # The last one sees the headers of all others.
+                _Headers(self.traffic),
             ],
         )
         self._stub = FleetStub(self._channel)
@@ -178,7 +205,6 @@ class Link:
         self._heartbeat: threading.Thread | None = None
         self._refusal: LinkRefused | None = None
         self.bytes_down = 0
-        self.bytes_up = 0
 
     @property
     def flower_id(self) -> int:
@@ -271,48 +297,62 @@ class Link:
             # Slow growth: the server uploads at this very moment, and this wait is part of the round.
             delay = min(1.2 * delay, 1.0)
 
-    def send(self, reply: Reply, ticket: Ticket) -> None:
-        """Announce a reply and upload its objects; each object is tried again on a passing error."""
-        message = reply_to_message(reply, ticket.message())
-        self.send_message(message)
-        release(message)
+    def pack(self, reply: Reply, ticket: Ticket) -> Outgoing:
+        """A reply made ready to leave; sends nothing."""
+        return self.pack_message(reply_to_message(reply, ticket.message()))
 
-    def send_message(self, message: Message) -> None:
-        """`send` for a message that is ready."""
+    def pack_message(self, message: Message) -> Outgoing:
+        """`pack` for a message."""
         with no_object_id_recompute():
             message.metadata.__dict__["_message_id"] = message.object_id
-            objects = get_all_nested_objects(message)
-            request = PushMessagesRequest(
+            announcement = PushMessagesRequest(
                 node=self._node,
                 messages_list=[message_to_proto(remove_content_from_message(message))],
                 message_object_trees=[get_object_tree(message)],
                 clientapp_runtime_list=[0.0],
             )
-            response = self._again(self._stub.PushMessages, request, _SMALL)
-            wanted = set(response.objects_to_push)
-            run = message.metadata.run_id
+            left = {"": announcement.ByteSize()}
+            for object_id, item in get_all_nested_objects(message).items():
+                left[object_id] = self._upload(message, object_id, item.deflate(), "").ByteSize()
+        return Outgoing(message, announcement, left, sum(left.values()))
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Announce a message and upload its objects; each object is tried again on a passing error. After `LinkDown`
+        the message may be sent once more."""
+        message = outgoing.message
+        response = self._announce(outgoing.announcement, outgoing.left.pop("", 0))
+        wanted = set(response.objects_to_push)
+        with no_object_id_recompute():
+            objects = get_all_nested_objects(message)
             for object_id in list(objects):
                 item = objects.pop(object_id)
-                if object_id not in wanted:
-                    continue
-                content = item.deflate()
-                self._push_object(
-                    PushObjectRequest(
-                        node=self._node,
-                        run_id=run,
-                        object_id=object_id,
-                        object_content=content,
-                        session_id=response.session_id,
-                    )
-                )
-                self.bytes_up += len(content)
+                if object_id in wanted:
+                    request = self._upload(message, object_id, item.deflate(), response.session_id)
+                    self._push_object(request, outgoing.left.pop(object_id, 0))
+        self.drop(outgoing)
 
-    def _push_object(self, request: PushObjectRequest) -> None:
+    def drop(self, outgoing: Outgoing) -> None:
+        """What of a message has not left by now never will; frees its memory."""
+        if outgoing.left:
+            self.traffic.withhold(outgoing.sha256, sum(outgoing.left.values()))
+            outgoing.left.clear()
+        release(outgoing.message)
+
+    def _upload(self, message: Message, object_id: str, content: bytes, session: str) -> PushObjectRequest:
+        return PushObjectRequest(
+            node=self._node,
+            run_id=message.metadata.run_id,
+            object_id=object_id,
+            object_content=content,
+            session_id=session,
+        )
+
+    def _push_object(self, request: PushObjectRequest, announced: int) -> None:
         """Upload one object, with retries. A server whose database was busy raises nothing: it says "not stored"."""
         delay, unheard = 0.1, False
         for _ in range(_PUSH_TRIES):
             try:
-                stored = self._call(self._stub.PushObject, request, _LARGE).stored
+                stored = self._call(self._stub.PushObject, request, _LARGE, announced).stored
             except LinkDown as error:
                 lost, unheard = error, True
             else:
@@ -320,22 +360,24 @@ class Link:
                 if stored or unheard:
                     return
                 lost = LinkDown(f"the server did not store object {request.object_id[:12]}")
+            announced = 0
             if self._closed.wait(delay):
                 break
             delay *= 2
         raise lost
 
-    def _again(self, call: Any, request: Any, seconds: float) -> Any:
-        """`_call` with retries: a busy server ("database is locked") must not cost a trained update."""
+    def _announce(self, request: PushMessagesRequest, announced: int) -> Any:
+        """Announce a message, with retries: a busy server ("database is locked") must not cost a trained update."""
         delay = 0.1
         for _ in range(_PUSH_TRIES - 1):
             try:
-                return self._call(call, request, seconds)
+                return self._call(self._stub.PushMessages, request, _SMALL, announced)
             except LinkDown:
+                announced = 0
                 if self._closed.wait(delay):
                     raise
                 delay *= 2
-        return self._call(call, request, seconds)
+        return self._call(self._stub.PushMessages, request, _SMALL, announced)
 
     def run_info(self, run: int) -> RunInfo:
         """What the server says of Flower's run `run`."""
@@ -357,11 +399,25 @@ class Link:
                 self._call(self._stub.DeactivateNode, DeactivateNodeRequest(node_id=self._node.node_id), 2.0)
         self._channel.close()
 
-    def _call(self, call: Any, request: Any, seconds: float = _SMALL) -> Any:
+    def _call(self, call: Any, request: Any, seconds: float = _SMALL, announced: int = 0) -> Any:
+        """Make a call; `announced` bytes of the request stand in the journal as part of a message."""
+        self.traffic.call(request.DESCRIPTOR.name.removesuffix("Request"), request.ByteSize(), announced)
         try:
             return call(request, timeout=seconds)
         except grpc.RpcError as error:
             raise _translate(error) from error
+
+
+class _Headers(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Counts the headers of each call."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        size = sum(len(key) + len(value) for key, value in client_call_details.metadata or ())
+        self._traffic.headers(client_call_details.method.rsplit("/", 1)[-1], size)
+        return continuation(client_call_details, request)
 
 
 class _ActivationFailed(LinkDown):

@@ -20,6 +20,7 @@ from fedward_client.paths import NodePaths
 from fedward_client.policy import Policy
 from fedward_client.roster_log import RosterLog
 from fedward_client.status import StatusFile
+from fedward_client.traffic import Traffic
 
 
 class RosterPinned(RosterError):
@@ -128,10 +129,10 @@ class Membership:
         )
         self._newest = roster
 
-    def link(self) -> Link:
-        """A link to the server, not connected yet."""
+    def link(self, traffic: Traffic) -> Link:
+        """A link to the server, not connected yet, that counts in `traffic` what it sends."""
         address, ca_pem = self._enrolled.fleet_address, self.paths.ca.read_bytes()
-        return Link(address, ca_pem, self.paths.flower_key, self._flower_id())
+        return Link(address, ca_pem, self.paths.flower_key, self._flower_id(), traffic)
 
     def _flower_id(self) -> int | None:
         """Flower's id of this node, by which a session that a killed guard left open is ended."""

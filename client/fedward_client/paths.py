@@ -80,8 +80,13 @@ class NodePaths:
 
     @property
     def journal(self) -> Path:
-        """JSON lines: what this node was asked and what it released."""
+        """JSON lines: what left this node."""
         return self.root / "journal.jsonl"
+
+    @property
+    def sent(self) -> Path:
+        """JSON: bytes that the link sent in all, and the journal's line at which they were counted."""
+        return self.root / "sent.json"
 
     @property
     def lock(self) -> Path:
@@ -111,4 +116,4 @@ class NodePaths:
     def private(self) -> tuple[Path, ...]:
         """What task code must never read."""
         rosters = (self.roster, self.roster_log, self.members)
-        return (self.keys, self.node, self.policy, self.journal, *rosters, self.log, self.lock)
+        return (self.keys, self.node, self.policy, self.journal, self.sent, *rosters, self.log, self.lock)

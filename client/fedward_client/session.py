@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,12 +16,22 @@ from fedward_common.manifest import Manifest, open_manifest
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.node import Participant, Refused
 from fedward_common.roster import Roster
+from fedward_common.signing import canonical
 from fedward_common.worker.parent import WorkerFailed
 
 from fedward_client.approval import Approvals
 from fedward_client.incidents import Incidents
-from fedward_client.journal import Journal
+from fedward_client.journal import ALLOWED, Note
 from fedward_client.policy import Policy, check_request, check_run
+
+_BY_RULE = {
+    Reason.POLICY,
+    Reason.MANIFEST_INVALID,
+    Reason.BUNDLE_BROKEN,
+    Reason.BUNDLE_NOT_APPROVED,
+    Reason.DEPENDENCIES_MISSING,
+}
+"""Reasons that are this site's refusals; all others are failures of what it allowed."""
 
 
 class Source(Protocol):
@@ -42,6 +53,11 @@ class Admitted:
 
     manifest: Manifest
     config: RunConfig
+
+    @property
+    def config_sha256(self) -> str:
+        """SHA-256 of the configuration as it was signed, in canonical JSON."""
+        return hashlib.sha256(canonical(self.manifest.config).encode()).hexdigest()
 
 
 def admit(source: Source, roster: Roster, policy: Policy, approvals: Approvals, name: str) -> Admitted:
@@ -83,21 +99,18 @@ class Session:
         admitted: Admitted,
         participant: Participant,
         policy: Policy,
-        journal: Journal,
         incidents: Incidents,
         on_finish: Callable[[], None],
     ) -> None:
         self.admitted = admitted
         self._participant = participant
         self._policy = policy
-        self._journal = journal
         self._incidents = incidents
         self._on_finish = on_finish
 
     def answer(self, request: Request) -> Reply:
-        """The reply to `request`, journalled before it is returned."""
+        """The reply to `request`."""
         reply = self._reply(request)
-        record(self._journal, request, reply)
         if request.purpose is Purpose.FINISH:
             self._on_finish()
         return reply
@@ -105,6 +118,10 @@ class Session:
     def expire(self) -> None:
         """Forget secrets that no request can ask for any more."""
         self._participant.expire()
+
+    def note(self, reply: Reply) -> Note:
+        """What the journal is to say of a reply of this run."""
+        return note(reply, self.admitted, self._participant.protections(reply))
 
     def _reply(self, request: Request) -> Reply:
         try:
@@ -130,20 +147,24 @@ def refuse(request: Request, failure: Failure) -> Reply:
     return Reply(request.purpose, request.run, request.round, request.attempt, failure=failure)
 
 
-def record(journal: Journal, request: Request, reply: Reply) -> None:
-    """One journal line for a request and what leaves the node in answer."""
-    leaving = 0 if reply.held else sum(vector.nbytes for vector in reply.vectors.values())
-    journal.write(
-        run=request.run,
-        round=request.round,
-        attempt=request.attempt,
-        purpose=request.purpose.value,
-        outcome="answered" if reply.failure is None else reply.failure.reason.value,
-        rule=reply.failure.rule if reply.failure else "",
-        incident=reply.failure.incident if reply.failure else "",
-        tensors=sorted(reply.vectors),
-        bytes=leaving,
-        metrics=sorted(reply.metrics),
+def note(reply: Reply, admitted: Admitted | None = None, protections: tuple[str, ...] = ()) -> Note:
+    """What the journal is to say of a reply; `admitted`: the run's papers, if it was admitted."""
+    failure = reply.failure
+    rule = failure.rule if failure else ""
+    return Note(
+        run=reply.run,
+        round=reply.round,
+        attempt=reply.attempt,
+        purpose=reply.purpose.value,
+        outcome=failure.reason.value if failure else "answered",
+        rule=rule,
+        incident=failure.incident if failure else "",
+        tensors=tuple(sorted(reply.vectors)),
+        metrics=tuple(sorted(reply.metrics)),
+        bundle=admitted.manifest.bundle if admitted else "",
+        config=admitted.config_sha256 if admitted else "",
+        protections=protections,
+        verdict=rule or failure.reason.value if failure and failure.reason in _BY_RULE else ALLOWED,
     )
 
 

@@ -118,8 +118,8 @@ class Participant:
     _kind = "without secure aggregation"
 
     def protections(self, reply: Reply) -> tuple[str, ...]:
-        """What was done to the tensors in `reply` before they leave, for the node's journal."""
-        return ("update-gate",) if reply.vectors else ()
+        """What was done to the vectors and metrics in `reply` before they leave, for the node's journal."""
+        return ("update-gate",) if reply.vectors or reply.metrics else ()
 
     def expire(self) -> None:
         """Forget what no request can ask for any more."""

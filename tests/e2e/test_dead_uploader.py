@@ -69,10 +69,10 @@ class HalfLink(Link):
 
     breaks = False
 
-    def _push_object(self, request: PushObjectRequest) -> None:
+    def _push_object(self, request: PushObjectRequest, announced: int) -> None:
         if self.breaks:
             raise Announced
-        super()._push_object(request)
+        super()._push_object(request, announced)
 
     def vanish(self) -> None:
         """What a killed process leaves: no farewell, no more heartbeats."""
@@ -111,7 +111,7 @@ class ByHand(threading.Thread):
                     continue
                 reply = self._answer(self.link, incoming)
                 self.link.breaks = incoming.request.purpose in self._breaks
-                self.link.send(reply, incoming.ticket)
+                self.link.send(self.link.pack(reply, incoming.ticket))
             except RunGone:
                 continue
             except LinkRefused as refused:

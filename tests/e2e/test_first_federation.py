@@ -72,12 +72,28 @@ def test_a_federation_trains_and_its_model_is_the_simulated_one(federation: Fede
     real = {name: tensor.tobytes() for name, tensor in load(federation.model(run)).items()}
     assert real == simulated(tmp_path, sites)
 
-    # Each node has written down what it was asked and what left it, before it left.
+    # Each node has written down what left it, before it left.
     for name in sites:
-        journal = [json.loads(line) for line in (tmp_path / name / "journal.jsonl").read_text().splitlines()]
-        asked = [entry["purpose"] for entry in journal if entry["run"] == run]
+        left = fedward("node", "journal", "show", "--json", "--run", run, "--dir", tmp_path / name).stdout
+        entries = [json.loads(line) for line in left.splitlines()]
+        asked = [entry["purpose"] for entry in entries]
         assert asked[0] == "prepare" and asked[-1] == "finish"
         assert asked.count("train") == 4 and asked.count("evaluate") == 4
+        assert all(entry["bundle"] and entry["config"] and entry["verdict"] == "allowed" for entry in entries)
+
+    # The journal is sound and accounts for all that the link sent: while the guard runs, and to the last byte when
+    # it has stopped.
+    assert "intact" in fedward("node", "journal", "verify", "--dir", tmp_path / "a").stdout
+    assert federation.nodes["a"].stop() == 0
+    checked = fedward("node", "journal", "verify", "--dir", tmp_path / "a").stdout
+    assert "intact" in checked and run in checked
+    total = sum(int(event["bytes_up"]) for event in rounds) // len(sites)
+    sent = json.loads((tmp_path / "a" / "sent.json").read_text())
+    assert sent["total"] > total and sent["unsent"] == 0
+    journal = tmp_path / "a" / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(b'"answered"', b'"innocent"', 1))
+    wrong = fedward("node", "journal", "verify", "--dir", tmp_path / "a", check=False)
+    assert wrong.returncode == 1 and "wrong: line" in wrong.stdout
 
     # Keys are for their owner only, on both sides.
     secret = [tmp_path / "a" / "keys" / "identity.key", federation.state / "authority" / "ca.key"]
