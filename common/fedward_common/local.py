@@ -36,7 +36,7 @@ _EVALUATION_BATCH = 256
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work. op: "prepare" | "train" | "evaluate" | "initial".
+    """One piece of work. op: "prepare" | "count" | "train" | "evaluate" | "initial".
 
     state: the node's kept vectors (train, and evaluate for private tensors). split: "test" | "train" |
     "central" (evaluate only). seconds: time limit of training."""
@@ -51,8 +51,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a `Work`. prepare: info["layout"] (JSON text), info["metric_names"]. initial: the same, and
-    vectors "model", and
+    """The result of a `Work`. prepare: info["layout"] (JSON text), info["metric_names"]. count: metrics "examples" (to
+    train on). initial: layout and metric names, and vectors "model", and
     "statistic" and "counter" where the model has such tensors. train: vectors = update groups, state,
     weight, metrics sums, info steps/complete. evaluate: metrics sums."""
 
@@ -100,6 +100,7 @@ class LocalRunner:
         do not fit the model) or whatever the task's code raises."""
         doers = {
             "prepare": self._prepare,
+            "count": self._count,
             "initial": self._initial,
             "train": self._train,
             "evaluate": self._evaluate,
@@ -111,6 +112,9 @@ class LocalRunner:
     def _prepare(self, work: Work) -> Done:
         layout, _ = self._built.layout, self._data
         return Done(info=self._told(layout))
+
+    def _count(self, work: Work) -> Done:
+        return Done(metrics={"examples": float(batches.length(self._data.train))})
 
     def _told(self, layout: Layout) -> dict[str, Any]:
         return {"layout": layout.to_json(), "metric_names": list(metric_names(self._task))}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions
@@ -89,6 +89,14 @@ def settle(store: StateStore, included: Stamp | None) -> None:
         raise Refused(Failure(Reason.STATE_DIVERGED, rule))
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a node knows of its task: the model's layout, the names of its metrics."""
+
+    layout: Layout
+    metric_names: tuple[str, ...]
+
+
 class Participant:
     """One node in one run: settles state, has the work done, checks the update, answers."""
 
@@ -97,7 +105,7 @@ class Participant:
         self._store = store
         self._execute = execute
         self._algorithm: Algorithm[AlgorithmOptions] = build(config.algorithm)
-        self._prepared: tuple[Layout, tuple[str, ...]] | None = None
+        self._prepared: Prepared | None = None
         self._held: Reply | None = None
 
     def handle(self, request: Request) -> Reply:
@@ -145,15 +153,15 @@ class Participant:
             raise Refused(Failure(Reason.LAYOUT_DIFFERS, rule))
         return Reply(Purpose.PREPARE, request.run, info={"layout": digest})
 
-    def _known(self) -> tuple[Layout, tuple[str, ...]]:
-        """The layout of the task's model, and the names of its metrics."""
+    def _known(self) -> Prepared:
         if self._prepared is None:
             info = self._execute(Work("prepare")).info
-            self._prepared = Layout.from_json(str(info["layout"])), tuple(map(str, info.get("metric_names", ())))
+            names = tuple(map(str, info.get("metric_names", ())))
+            self._prepared = Prepared(Layout.from_json(str(info["layout"])), names)
         return self._prepared
 
     def _known_layout(self) -> Layout:
-        return self._known()[0]
+        return self._known().layout
 
     def _settle(self, included: Stamp | None) -> None:
         try:

@@ -61,6 +61,9 @@ TRAIN = "train."
 EVALUATE = "evaluate."
 """What stands before a metric's name in a secure sum."""
 
+WEIGHING = (f"{TRAIN}examples",)
+"""The metrics of a sum that only asks how many examples there are, before the first round of a weighted mean."""
+
 TERMS = "secure_sum"
 """In a request's settings: {"shape": canonical text, "parameters": {…}}."""
 
@@ -185,6 +188,8 @@ class SecureParticipant(Participant):
         return Reply(request.purpose, request.run, vectors={DEALT: blob(dealt.to_bytes())})
 
     def _words(self, request: Request, shape: Shape, broadcast: Vectors) -> npt.NDArray[np.uint32]:
+        if shape.metrics == WEIGHING:
+            return _laid_out(shape, Update({}, 1.0, {WEIGHING[0]: self._execute(Work("count")).metrics["examples"]}))
         metrics: dict[str, float] = {}
         if _evaluates(shape):
             found = self._evaluated(request, broadcast)
@@ -200,11 +205,7 @@ class SecureParticipant(Participant):
             groups = {group.name: update.groups[group.name] for group in shape.groups}
             weight = update.weight
             metrics |= {TRAIN + name: value for name, value in update.metrics.items()}
-        try:
-            road = Road.of(Clip(shape)).then(Quantize(shape, Keystream()))
-            return road(Flat(Update(groups, weight, metrics)))
-        except UpdateError as error:
-            raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
+        return _laid_out(shape, Update(groups, weight, metrics))
 
     def _mask(self, request: Request) -> Reply:
         now = self._under_way(request)
@@ -288,14 +289,14 @@ class SecureParticipant(Participant):
 
     def _check_shape(self, shape: Shape, purpose: Purpose, n: int) -> None:
         """The vector must be the one that run and task ask for; only ranges and weight scale are the server's."""
-        layout, metric_names = self._known()
+        layout = self._known().layout
         trains = purpose is Purpose.TRAIN
         algorithm = build_sum(self.config.algorithm)
         summed = algorithm.summed(layout, self.config.local) if trains else {}
         weighs = trains and not algorithm.uniform
         rules = (
             ("groups", {g.name: g.length for g in shape.groups}, {g: layout.size(kind) for g, kind in summed.items()}),
-            ("metrics", shape.metrics, schema(trains, _evaluates(shape) or not trains, metric_names)),
+            ("metrics", shape.metrics, self._metrics(shape, trains)),
             ("bits", shape.bits, self.config.secure_sum.bits),
             ("capacity", shape.capacity, n),
             ("weight scale", shape.weight_scale, shape.weight_scale if weighs else 1.0),
@@ -304,10 +305,23 @@ class SecureParticipant(Participant):
             if given != asked:
                 raise Refused(Failure(Reason.SECURE_SUM, f"{name} of the sum: {given}, this node's are {asked}"))
 
+    def _metrics(self, shape: Shape, trains: bool) -> tuple[str, ...]:
+        if not trains and shape.metrics == WEIGHING:
+            return WEIGHING
+        return schema(trains, _evaluates(shape) or not trains, self._known().metric_names)
+
     def _guarantees(self, n: int) -> Guarantees:
         with _refusing():
             parameters = self.config.secure_sum.parameters(n)
         return Guarantees(parameters, self._standing.least, self._standing.roster().identities.get)
+
+
+def _laid_out(shape: Shape, update: Update) -> npt.NDArray[np.uint32]:
+    road = Road.of(Clip(shape)).then(Quantize(shape, Keystream()))
+    try:
+        return road(Flat(update))
+    except UpdateError as error:
+        raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
 
 
 def _evaluates(shape: Shape) -> bool:

@@ -43,9 +43,9 @@ WEIGHT = "weight"
 CLIPPED = "clipped."
 """What a group's name follows in the name of the count of its clipped coordinates."""
 
-LARGEST_SCALAR = 2.0**42
 _FRACTION = 20
 """Bits behind the point of a scalar."""
+SMALLEST_SCALAR, LARGEST_SCALAR = 2.0**-_FRACTION, 2.0**42
 _OFFSET = 1 << 62
 _SCALAR_BITS = 64
 _CHECK_BITS = 80
@@ -94,8 +94,8 @@ class Shape:
             )
         if self.levels < _LEAST_LEVELS:
             raise ShapeError(
-                f"bits = {self.bits}: a cohort of {self.capacity} leaves each coordinate {self.levels} levels, fewer than "
-                f"the {_LEAST_LEVELS} that rounding needs. {_way_out(self.bits, self.capacity)}"
+                f"bits = {self.bits}: a cohort of {self.capacity} leaves each coordinate {self.levels} levels, fewer "
+                f"than the {_LEAST_LEVELS} that rounding needs. {_way_out(self.bits, self.capacity)}"
             )
         _check_names("group", [group.name for group in self.groups])
         _check_names("scalar", self.scalars)
@@ -103,7 +103,7 @@ class Shape:
             if type(group.length) is not int or group.length < 1:
                 raise ShapeError(f"group {group.name!r}: length = {group.length!r} is not a whole number from 1 on.")
             _check_size(f"group {group.name!r}: range", group.range, 2.0**-100, 2.0**100)
-        _check_size("weight_scale", self.weight_scale, 2.0**-_FRACTION, LARGEST_SCALAR)
+        _check_size("weight_scale", self.weight_scale, SMALLEST_SCALAR, LARGEST_SCALAR)
 
     @property
     def levels(self) -> int:

@@ -22,13 +22,13 @@ from fedward_common.algorithms.base import MODEL, STATISTIC, ServerState
 from fedward_common.errors import FedwardError
 from fedward_common.files import owner_folder, sync_folder
 from fedward_common.messages import Stamp
+from fedward_common.ranges import Scales
 from fedward_common.update import Kind, Layout, Vector, Vectors
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fedward_server.fencing import Fenced, read_owner
 from fedward_server.paths import RunPaths
-from fedward_server.ranges import Ranges
 
 COUNTER = "counter"
 """Name of the vector of integer buffers in the server's state, if the model has any: kept from the initial model."""
@@ -59,7 +59,7 @@ class Checkpoint:
 
     enrolled: the N nodes of the run, fixed at its start, sorted. present: those that were ready, for whom a resumed
     run waits a while. included: each node's last training that was in a sum. cohorts: a round's nodes as indices
-    into `enrolled`. ranges: of the next secure sum's coordinates. event: the fields of the last round's event (None
+    into `enrolled`. scales: of the next secure sum's coordinates. event: the fields of the last round's event (None
     before round 1). epoch: of the writer.
     """
 
@@ -73,7 +73,7 @@ class Checkpoint:
     cohorts: tuple[tuple[int, ...], ...] = ()
     standing: Standing = Standing()
     event: Mapping[str, Any] | None = None
-    ranges: Ranges | None = None
+    scales: Scales | None = None
 
     @property
     def round(self) -> int:
@@ -102,7 +102,7 @@ class Checkpoint:
                 "cohorts": self.cohorts,
                 "standing": asdict(self.standing),
                 "event": self.event,
-                "ranges": None if self.ranges is None else self.ranges.to_dict(),
+                "scales": None if self.scales is None else self.scales.to_json(),
             },
             separators=(",", ":"),
             allow_nan=False,
@@ -123,7 +123,7 @@ class Checkpoint:
             cohorts=tuple(tuple(cohort) for cohort in content["cohorts"]),
             standing=Standing(**content["standing"]),
             event=content["event"],
-            ranges=None if content["ranges"] is None else Ranges.from_dict(content["ranges"]),
+            scales=None if content["scales"] is None else Scales.from_json(content["scales"]),
         )
 
 

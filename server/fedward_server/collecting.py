@@ -6,13 +6,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from fedward_common import ranges
 from fedward_common.algorithms.base import SumAlgorithm
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reply, Request
+from fedward_common.ranges import Scales
 from fedward_common.roster import Roster
-from fedward_common.secure import EVALUATE, TRAIN, schema
-from fedward_common.summand import CLIPPED, Group, Shape
+from fedward_common.secure import EVALUATE, TRAIN, WEIGHING, schema
+from fedward_common.summand import CLIPPED, Shape
 from fedward_common.update import Layout, Update
 
 from fedward_server import evaluation
@@ -21,10 +23,10 @@ from fedward_server.checkpoint import Checkpoint
 from fedward_server.evaluation import Evaluation, Means
 from fedward_server.gathering import Gathering
 from fedward_server.patience import Patience
-from fedward_server.ranges import Ranges
 from fedward_server.secure import SecureSum, SumFailed, Summed
 from fedward_server.transport import Clock, Deadline, Transport
 
+_WEIGHING_SECONDS = 120.0
 Note = Callable[[str, Reply], None]
 
 
@@ -39,7 +41,7 @@ class RoundFailed(FedwardError):
 @dataclass(frozen=True)
 class Gathered:
     """What a cohort gave. replies: who is in the mean. of_broadcast: how good the model that was sent out is on the
-    cohort's test data, where that comes with the same sum. told: more for the round's event. ranges: of the next
+    cohort's test data, where that comes with the same sum. told: more for the round's event. scales: of the next
     round's coordinates, under secure aggregation."""
 
     replies: list[str]
@@ -47,7 +49,7 @@ class Gathered:
     mean: Update
     of_broadcast: Means = None
     told: Mapping[str, Any] = field(default_factory=dict)
-    ranges: Ranges | None = None
+    scales: Scales | None = None
 
 
 class Collector(Protocol):
@@ -142,31 +144,66 @@ class SecureCollector:
         self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
     ) -> Gathered:
         summed = self.algorithm.summed(self.layout, self.config.local)
-        ranges = now.ranges or Ranges.first(tuple(summed), self.config.secure_sum.range)
+        lengths = {group: self.layout.size(kind) for group, kind in summed.items()}
+        scales = now.scales or self._first_scales(requests, lengths, quorum)
         # A model is evaluated with the first training that starts from it.
         evaluates = now.round > 0 and evaluation.due(self.config.evaluation, now.round, self.config.rounds)
         metrics = schema(True, evaluates, self.metric_names)
-        scale = 1.0 if self.algorithm.uniform else ranges.weight_scale
 
         def shape(n: int) -> Shape:
-            groups = tuple(Group(g, self.layout.size(kind), ranges.of[g]) for g, kind in summed.items())
-            return Shape(groups, metrics, self.config.secure_sum.bits, n, scale)
+            return Shape(scales.shape_groups(lengths), metrics, self.config.secure_sum.bits, n, scales.weight)
 
-        try:
-            done = self.secure.sum(requests, shape, self.config.cohort.deadline, quorum, others, note)
-        except SumFailed as error:
-            raise RoundFailed(str(error), error.failures) from error
-        trained = _named(TRAIN, done.mean.metrics)
+        done = self._sum(requests, shape, self.config.cohort.deadline, quorum, others, note)
         clipped = {name: int(count) for name, count in _named(CLIPPED, done.mean.metrics).items()}
-        mean = Update(done.mean.groups, done.mean.weight, trained)
+        mean = Update(done.mean.groups, done.mean.weight, _named(TRAIN, done.mean.metrics))
         return Gathered(
             done.survivors,
             done.failures,
             self.algorithm.completed(now.state, mean, self.config.local),
             averages(_named(EVALUATE, done.mean.metrics)) if evaluates else None,
-            {"secure_sum": {**done.told, "clipped": clipped, "ranges": dict(ranges.of)}},
-            ranges.next(mean, clipped, len(done.survivors)),
+            {
+                "secure_sum": {
+                    **done.told,
+                    "clipped": clipped,
+                    "ranges": {group.name: group.range for group in done.shape.groups},
+                }
+            },
+            self._following(scales, done),
         )
+
+    def _first_scales(self, requests: Mapping[str, Request], lengths: Mapping[str, int], quorum: int) -> Scales:
+        """Before any sum: ranges from the configuration; how much a node weighs from a sum of its own."""
+        first = dict.fromkeys(lengths, self.config.secure_sum.range)
+        if self.algorithm.uniform:
+            return ranges.first(first)
+        weighing = {
+            name: replace(request, purpose=Purpose.EVALUATE, vectors={}, included=None)
+            for name, request in requests.items()
+        }
+
+        def shape(n: int) -> Shape:
+            return Shape((), WEIGHING, self.config.secure_sum.bits, n)
+
+        done = self._sum(weighing, shape, _WEIGHING_SECONDS, quorum, {}, lambda name, reply: None)
+        return ranges.first(first, done.mean.metrics[WEIGHING[0]] / len(done.survivors))
+
+    def _following(self, scales: Scales, done: Summed) -> Scales:
+        found = ranges.following(scales, done.mean, len(done.survivors))
+        return replace(found, weight=1.0) if self.algorithm.uniform else found
+
+    def _sum(
+        self,
+        requests: Mapping[str, Request],
+        shape: Callable[[int], Shape],
+        seconds: float,
+        quorum: int,
+        others: Mapping[str, Request],
+        note: Note,
+    ) -> Summed:
+        try:
+            return self.secure.sum(requests, shape, seconds, quorum, others, note)
+        except SumFailed as error:
+            raise RoundFailed(str(error), error.failures) from error
 
     def evaluate(
         self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float

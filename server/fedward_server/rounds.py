@@ -251,7 +251,7 @@ class Rounds:
             cohorts=(*now.cohorts, tuple(index[name] for name in selection.cohort)),
             standing=standing,
             event=event,
-            ranges=gathered.ranges,
+            scales=gathered.scales,
         )
 
     def _judged(self, now: Checkpoint, of_broadcast: Means, round_: int, of_new: Means) -> Standing:
