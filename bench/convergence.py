@@ -117,6 +117,7 @@ def settings(case: Case, rate: float, seed: int) -> RunConfig:
             "algorithm": {"name": case.algorithm},
             "local": {"lr": rate, "batch_size": 12, "steps": 50},
             "cohort": {"size": 50},
+            "secure_sum": {"enabled": False},
             "evaluation": {"every": 0, "central": True},
         }
     )
@@ -232,6 +233,7 @@ def distance(algorithm: Mapping[str, Any], rounds: int = 200) -> float:
             "rounds": rounds,
             "algorithm": dict(algorithm),
             "local": {"lr": 0.1, "steps": 50},
+            "secure_sum": {"enabled": False},
             "evaluation": {"every": 0},
         }
     )

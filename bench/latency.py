@@ -39,6 +39,7 @@ def settings(rounds: int) -> RunConfig:
             "local": {"lr": 0.1, "steps": 1},
             "cohort": {"min_nodes": NODES, "quorum": NODES},
             "evaluation": {"every": 0},
+            "secure_sum": {"enabled": False},
         }
     )
 

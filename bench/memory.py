@@ -40,6 +40,7 @@ def settings(cohort: int, seconds: float) -> RunConfig:
             "local": {"lr": 0.1, "steps": 1},
             "cohort": {"min_nodes": cohort, "quorum": cohort, "deadline": seconds, "max_failed_rounds": 1},
             "evaluation": {"every": 0},
+            "secure_sum": {"enabled": False},
         }
     )
 

@@ -10,41 +10,51 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from fedward_client.commands.options import DEFAULT, Folder, out
+from fedward_client.commands.roster import app as rosters
 from fedward_client.paths import NodePaths
 
 app = typer.Typer(help="Run this site's node.", no_args_is_help=True)
 bundles = typer.Typer(help="Read and approve what data scientists want to run here.", no_args_is_help=True)
 journals = typer.Typer(help="What left this node; works offline, with or without a guard.", no_args_is_help=True)
 app.add_typer(bundles, name="bundle")
+app.add_typer(rosters, name="roster")
 app.add_typer(journals, name="journal")
-
-Folder = Annotated[Path, typer.Option("--dir", envvar="FEDWARD_NODE_STATE", help="The node's state directory.")]
-DEFAULT = Path("fedward-node")
-out = Console()
 
 
 @app.command()
 def join(
     server: Annotated[str, typer.Argument(help="https://host:port of the server")],
     token: Annotated[str, typer.Option(help="the one-off token that the server admin handed out")],
+    authority: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PUBLIC_KEY",
+            help="public key (or its file) of the enrolment authority, if it told you; else the server names one",
+        ),
+    ] = None,
     directory: Folder = DEFAULT,
 ) -> None:
     """Enrol this machine: check the server against the token, make keys here, register them."""
     from fedward_common.files import write_atomic
+    from fedward_common.signing import read_public
 
+    from fedward_client.enrol import is_listed
     from fedward_client.enrol import join as enrol
     from fedward_client.policy import default_policy_toml
 
-    joined = enrol(server, token, directory.resolve())
-    policy = NodePaths(directory.resolve()).policy
-    if not policy.exists():
-        write_atomic(policy, default_policy_toml().encode())
+    named = read_public(authority) if authority is not None else None
+    joined = enrol(server, token, directory.resolve(), authority=named)
+    paths = NodePaths(directory.resolve())
+    if not paths.policy.exists():
+        write_atomic(paths.policy, default_policy_toml().encode())
     out.print(f"[green]Joined[/] as [bold]{joined.name}[/]. State and keys: {directory}")
-    out.print(f"Policy (strict by default): {policy}")
+    out.print(f"Policy (strict by default): {paths.policy}")
+    if not is_listed(paths):
+        out.print("The enrolment authority has still to sign this node's entry; runs come here once it has.")
     out.print(f"Start it with: fedward node up --dir {directory} --config node.toml")
 
 
@@ -64,7 +74,8 @@ def up(
     from fedward_client.settings import load_settings
 
     paths = NodePaths(directory.resolve())
-    member, settings, policy = Membership(paths), load_settings(config), load_policy(paths.policy)
+    settings, policy = load_settings(config), load_policy(paths.policy)
+    member = Membership(paths, policy)
     configure(settings.node.log)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -85,16 +96,20 @@ def status(directory: Folder = DEFAULT) -> None:
     """Who this node is and what it is doing."""
     from fedward_client.journal_lines import tail
     from fedward_client.membership import Membership
+    from fedward_client.policy import load_policy
     from fedward_client.status import StatusFile
 
     paths = NodePaths(directory.resolve())
-    member = Membership(paths)
-    now = StatusFile(paths.root / "status.json").read()
+    member = Membership(paths, load_policy(paths.policy))
+    now = StatusFile(paths.status).read()
     table = Table(show_header=False, box=None)
     table.add_row("name", member.name)
     table.add_row("node id", member.node_id)
     table.add_row("server", member.server)
-    table.add_row("roster", f"version {member.roster().version}, {len(member.roster().nodes)} nodes")
+    roster, pending = member.newest(), len(member.pending())
+    waiting = f", {pending} members wait for approval ('fedward node roster show')" if pending else ""
+    unsigned = "" if member.listed() else ", without this node: the authority has still to sign its entry"
+    table.add_row("roster", f"version {roster.version}, {len(roster.nodes)} nodes{waiting}{unsigned}")
     table.add_row("guard", "never started" if now is None else _guard(now))
     out.print(table)
     for entry in tail(paths.journal, 5):

@@ -15,14 +15,17 @@ from urllib.parse import urlsplit
 import httpx
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedward_common.enrolment import JoinToken, NodeKeys, certificate_sha256, flower_private_ssh, flower_public_ssh
 from fedward_common.errors import FedwardError
 from fedward_common.files import lock_file, owner_folder, sync_folder, write_atomic
 from fedward_common.http import Service, ServiceError, Unreachable
-from fedward_common.roster import Roster, RosterError, open_roster, write_roster
+from fedward_common.roster import Roster, RosterError, RosterNode, check_successor, open_roster, read_roster
 from fedward_common.signing import SignatureError, load_private, parse_public, public_text, save_private
 
+from fedward_client.kept_roster import keep_roster
 from fedward_client.paths import NodePaths
+from fedward_client.policy import load_policy
 
 DEFAULT_PORT = 8443
 _MAX_CA_BYTES = 64 * 1024
@@ -69,10 +72,17 @@ class Enrolled:
         return Service(self.server, paths.ca.read_text(), load_private(paths.identity_key))
 
 
-def join(url: str, token: str, state_dir: Path, clock: Callable[[], float] = time.time) -> Enrolled:
+def join(
+    url: str,
+    token: str,
+    state_dir: Path,
+    clock: Callable[[], float] = time.time,
+    authority: Ed25519PublicKey | None = None,
+) -> Enrolled:
     """Enrol this machine with a one-off token. Raises `FedwardError`; then nothing is enrolled here.
 
-    The secret is sent only to a server whose certificate is signed by the CA that the token names.
+    The secret is sent only to a server whose certificate is signed by the CA that the token names and, if the
+    enrolment authority's key is given, whose roster this key has signed; else the server's word is taken for it.
     """
     parsed = JoinToken.parse(token)
     server, host = _address(url)
@@ -85,7 +95,10 @@ def join(url: str, token: str, state_dir: Path, clock: Callable[[], float] = tim
         )
     ca_pem = fetch_ca(server, parsed)
     owner_folder(paths.root)
+    approval = _asks_approval(paths)
     with lock_file(paths.lock), Service(server, ca_pem) as service:
+        if authority is not None:
+            _check_signed(service.get("/roster"), authority)
         # Kept from an earlier try: if that one was cut off after the server had said yes, the same keys get in again.
         keys = _load_keys(paths.keys) if paths.identity_key.exists() else _make_keys(paths.keys)
         claim = keys.claim("enrolment", parsed.id, parsed.name, parsed.ca_sha256, int(clock()))
@@ -101,11 +114,11 @@ def join(url: str, token: str, state_dir: Path, clock: Callable[[], float] = tim
             server=server,
             fleet_address=f"{host}:{int(answer['fleet_port'])}",
             ca_sha256=parsed.ca_sha256,
-            authority=str(answer["authority"]),
+            authority=public_text(authority) if authority is not None else str(answer["authority"]),
         )
-        _check_roster(enrolled, keys, answer["roster"])
+        roster = _check_roster(enrolled, keys, answer)
         write_atomic(paths.ca, ca_pem.encode())
-        write_roster(paths.roster, answer["roster"])
+        keep_roster(paths, None, roster, answer["roster"], approval, own=public_text(keys.identity))
         write_atomic(paths.node, (json.dumps(asdict(enrolled), indent=2) + "\n").encode())
     return enrolled
 
@@ -148,6 +161,7 @@ def rotate_key(paths: NodePaths, clock: Callable[[], float] = time.time) -> Enro
 
     May be repeated after being cut off at any point. The guard must not run: it holds the old keys.
     """
+    approval = _asks_approval(paths)
     with lock_file(paths.lock):
         enrolled = Enrolled.load(paths)
         keys = (
@@ -166,8 +180,11 @@ def rotate_key(paths: NodePaths, clock: Callable[[], float] = time.time) -> Enro
             # The old key is not known any more: an earlier try went through and its answer was lost.
             with Service(enrolled.server, ca_pem, keys.identity) as service:
                 answer = service.post("/nodes/rotate", json=claim)
-        _check_roster(enrolled, keys, answer["roster"])
-        write_roster(paths.roster, answer["roster"])
+        roster = _check_roster(enrolled, keys, answer)
+        known = open_roster(read_roster(paths.roster), parse_public(enrolled.authority))
+        check_successor(roster, known)
+        if roster != known:
+            keep_roster(paths, known, roster, answer["roster"], approval, own=public_text(keys.identity))
         write_atomic(_accepted(paths), b"")
         _finish_rotation(paths)
     return enrolled
@@ -187,6 +204,24 @@ def leave(paths: NodePaths) -> Enrolled:
         sync_folder(paths.root)
         shutil.rmtree(paths.keys)
     return enrolled
+
+
+def own_entry(roster: Roster, enrolled: Enrolled, identity: str) -> RosterNode | None:
+    """This node's line in a roster, if it stands there with that identity key (base64url)."""
+    entry = roster.node(enrolled.name)
+    if entry is None or (entry.node_id, entry.identity) != (enrolled.node_id, identity):
+        return None
+    return entry
+
+
+def is_listed(paths: NodePaths) -> bool:
+    """Whether the newest roster here holds this node with its present key; if not, the authority has still to sign.
+
+    Raises `FedwardError`.
+    """
+    enrolled = Enrolled.load(paths)
+    roster = open_roster(read_roster(paths.roster), parse_public(enrolled.authority))
+    return own_entry(roster, enrolled, public_text(load_private(paths.identity_key))) is not None
 
 
 def standing(paths: NodePaths) -> None:
@@ -239,13 +274,25 @@ def _finish_rotation(paths: NodePaths) -> None:
     shutil.rmtree(paths.next_keys)
 
 
-def _check_roster(enrolled: Enrolled, keys: NodeKeys, envelope: dict[str, Any]) -> Roster:
-    """The server must have entered what we proved. Raises `EnrolError`."""
+def _check_signed(envelope: dict[str, Any], authority: Ed25519PublicKey) -> Roster:
+    """Raises `EnrolError` unless the server's roster is in order and signed by the authority."""
     try:
-        roster = open_roster(envelope, parse_public(enrolled.authority))
+        return open_roster(envelope, authority)
     except (SignatureError, RosterError) as error:
         raise EnrolError(f"the server's roster is not in order: {error}") from error
-    entry = roster.node(enrolled.name)
-    if entry is None or (entry.node_id, entry.identity) != (enrolled.node_id, public_text(keys.identity)):
+
+
+def _check_roster(enrolled: Enrolled, keys: NodeKeys, answer: dict[str, Any]) -> Roster:
+    """The server must have entered what we proved, or say that its authority has still to sign it.
+
+    That word is believed: a server that wants to leave a node out can do so anyway. Raises `EnrolError`.
+    """
+    roster = _check_signed(answer["roster"], parse_public(enrolled.authority))
+    if own_entry(roster, enrolled, public_text(keys.identity)) is None and answer.get("waits") is None:
         raise EnrolError("the server's roster does not hold this node's key. Tell the server admin.")
     return roster
+
+
+def _asks_approval(paths: NodePaths) -> bool:
+    # A node has a policy once it has joined; its admin may have put one there before.
+    return paths.policy.exists() and load_policy(paths.policy).approve_roster_changes

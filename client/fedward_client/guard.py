@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
 from fedward_common.local import Done, Work
+from fedward_common.members import Kind
 from fedward_common.messages import Failure, Purpose, Reason, Request
 from fedward_common.node import Participant, Refused
 from fedward_common.records import RecordError
-from fedward_common.roster import RosterError
-from fedward_common.signing import SignatureError
+from fedward_common.roster import Roster, RosterError
+from fedward_common.secure import SecureParticipant, Standing
+from fedward_common.signing import SignatureError, load_private
 from fedward_common.worker import sandbox
 from fedward_common.worker.parent import Workers
 from fedward_common.worker.setup import Setup
@@ -29,7 +32,7 @@ from fedward_client.incidents import Incidents
 from fedward_client.inflight import Inflight
 from fedward_client.journal import Journal, JournalError, Note
 from fedward_client.link import Incoming, Link, LinkDown, LinkRefused, Outgoing, RunGone, RunInfo, Ticket
-from fedward_client.membership import Membership
+from fedward_client.membership import Membership, RosterPinned
 from fedward_client.pace import Backoff, Pace
 from fedward_client.policy import Policy
 from fedward_client.session import Session, admit, note, parse_envelope, refuse
@@ -80,7 +83,7 @@ class Guard:
         self._journal = Journal(paths.journal, paths.sent, member.node_id, self._traffic)
         self._incidents = Incidents(paths.log)
         self._inflight = Inflight(paths.root / "inflight")
-        self._status = StatusFile(paths.root / "status.json")
+        self._status = StatusFile(paths.status)
         self._workers = Workers()
         self._sessions: dict[str, Session] = {}
         self._quiet_since: dict[str, float] = {}
@@ -109,6 +112,7 @@ class Guard:
                     backoff.reset()
                     self._status.write(state="connected", flower_id=str(flower_id))
                     log.info("connected to %s as %s", self._member.server, self._member.name)
+                    self._tell_standing()
                     self._serve(link, stop)
                 except LinkDown as down:
                     wait = backoff.seconds()
@@ -125,6 +129,12 @@ class Guard:
             counter.join()
             self._write_down(self._journal.closed)
         self._status.write(state="stopped")
+
+    def _tell_standing(self) -> None:
+        if not self._member.listed():
+            log.warning("this node is not in the roster yet: its enrolment authority has still to sign")
+        for member in self._member.pending():
+            log.warning("%s waits for approval: fedward node roster show", member)
 
     def _serve(self, link: Link, stop: threading.Event) -> None:
         try:
@@ -194,6 +204,8 @@ class Guard:
             self._quiet_since.pop(request.run, None)
 
     def _forget_quiet_runs(self) -> None:
+        for session in list(self._sessions.values()):
+            session.expire()
         for run, since in list(self._quiet_since.items()):
             if time.monotonic() - since > _FORGET:
                 log.info("run %s: nothing heard for an hour, its worker is ended", run[:8])
@@ -224,13 +236,13 @@ class Guard:
             return self._admit(link, flower_run, request)
 
     def _admit(self, link: Link, flower_run: int, request: Request) -> Session:
-        if request.purpose is Purpose.PREPARE and "roster" in request.settings:
-            self._accept_roster(request.settings["roster"])
         session = self._sessions.get(request.run)
         if session is not None and request.purpose is not Purpose.PREPARE:
             return session
+        roster = self._roster(request)
         papers = _Papers(link, link.run_info(flower_run))
-        admitted = admit(papers, self._member.roster(), self._policy, self._approvals, self._member.name)
+        self._check_signer(papers)
+        admitted = admit(papers, roster, self._policy, self._approvals, self._member.name)
         if admitted.manifest.run != request.run:
             raise Refused(
                 Failure(Reason.MANIFEST_INVALID, "the request names another run than the signed manifest")
@@ -261,10 +273,9 @@ class Guard:
             early = replace(work, seconds=_SELF_STOP * limit)
             return self._workers.do(run, setup, early, limit, wait=limit)
 
-        store = FileStore(run_dir / "state")
         session = Session(
             admitted,
-            Participant(config, store, execute),
+            self._participant(run, config, FileStore(run_dir / "state"), execute),
             self._policy,
             self._incidents,
             on_finish=lambda: self._close(run),
@@ -273,16 +284,37 @@ class Guard:
         self._status.write(state="connected", runs=sorted(self._sessions))
         return session
 
+    def _participant(
+        self, run: str, config: RunConfig, store: FileStore, execute: Callable[[Work], Done]
+    ) -> Participant:
+        if not config.secure_sum.enabled:
+            return Participant(config, store, execute)
+        identity = load_private(self._member.paths.identity_key)
+        node, least = bytes.fromhex(self._member.node_id), self._policy.min_cohort
+        return SecureParticipant(run, config, store, execute, Standing(node, identity, self._member.roster, least))
+
     def _close(self, run: str) -> None:
         self._sessions.pop(run, None)
         self._workers.release(run)
         self._status.write(state="connected", runs=sorted(self._sessions))
 
-    def _accept_roster(self, envelope: Mapping[str, Any]) -> None:
+    def _roster(self, request: Request) -> Roster:
+        """Who counts here, after the roster that a PREPARE brings. Raises `Refused`."""
         try:
-            self._member.accept_roster(envelope)
+            if request.purpose is Purpose.PREPARE and "roster" in request.settings:
+                self._member.accept_roster(request.settings["roster"])
+            return self._member.roster()
+        except RosterPinned as error:
+            raise Refused(Failure(Reason.POLICY, str(error))) from error
         except (SignatureError, RosterError) as error:
             raise Refused(Failure(Reason.MANIFEST_INVALID, f"roster refused: {error}")) from error
+
+    def _check_signer(self, papers: _Papers) -> None:
+        """A data scientist who waits for approval is not unknown: the refusal says what is to be done."""
+        signer = papers.manifest().get("key")
+        for member in self._member.pending():
+            if member.kind is Kind.SCIENTIST and member.key_id == signer:
+                raise Refused(Failure(Reason.POLICY, self._member.why_not(member)))
 
     def _answer_interrupted(self, link: Link) -> None:
         """Tell the server about requests that a killed predecessor took and never answered, so that no round

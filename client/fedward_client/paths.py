@@ -59,6 +59,21 @@ class NodePaths:
         return self.root / "roster.json"
 
     @property
+    def roster_log(self) -> Path:
+        """JSON lines: every change of the roster, and whether it counts here."""
+        return self.root / "roster-log.jsonl"
+
+    @property
+    def members(self) -> Path:
+        """Folder with a file for each member of the roster that the site admin approved."""
+        return self.root / "members"
+
+    @property
+    def status(self) -> Path:
+        """JSON: what a running guard says of itself."""
+        return self.root / "status.json"
+
+    @property
     def policy(self) -> Path:
         """TOML, edited by the site admin."""
         return self.root / "policy.toml"
@@ -100,4 +115,5 @@ class NodePaths:
 
     def private(self) -> tuple[Path, ...]:
         """What task code must never read."""
-        return (self.keys, self.node, self.policy, self.journal, self.sent, self.roster, self.log, self.lock)
+        rosters = (self.roster, self.roster_log, self.members)
+        return (self.keys, self.node, self.policy, self.journal, self.sent, *rosters, self.log, self.lock)

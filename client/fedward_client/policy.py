@@ -10,7 +10,7 @@ from typing import Annotated
 import psutil
 from fedward_common.config import Name, RunConfig
 from fedward_common.errors import ConfigError
-from fedward_common.explain import Source, explain
+from fedward_common.explain import SHA256_PATTERN, Source, explain
 from fedward_common.messages import Failure, Purpose, Reason, Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -34,6 +34,16 @@ class Policy(BaseModel):
         default=False,
         description="Run task code even where the kernel has no Landlock. It could then read this node's keys.",
     )
+    approve_roster_changes: bool = Field(
+        default=False,
+        description="Nodes and data scientists count for this node only after 'fedward node roster approve', and once\n"
+        "more when their key changes. With false, whoever the enrolment authority enters counts at once.",
+    )
+    pinned_roster: Annotated[str, Field(pattern=SHA256_PATTERN)] | None = Field(
+        default=None,
+        examples=["0" * 64],
+        description="Accept this very roster and no other (its SHA-256, as 'fedward node roster show' prints it).",
+    )
     algorithms: Annotated[tuple[str, ...], BeforeValidator(lambda value: () if value == "any" else value)] = Field(
         default=(), description='Algorithms that may run, such as ["fedavg", "scaffold"]; empty or "any": all.'
     )
@@ -52,8 +62,14 @@ class Policy(BaseModel):
     min_cohort: Annotated[int, Field(ge=1)] = Field(
         default=2, description="Fewest nodes in a round (or an evaluation) for this node to take part in it."
     )
+    require_secure_sum: bool = Field(
+        default=True,
+        description="Take part only in runs whose server sees sums alone. With false, a run may have this node\n"
+        "send its update, weight and metrics in the open.",
+    )
     max_memory_mb: Annotated[int, Field(ge=64)] | None = Field(
         default=None,
+        examples=[8192],
         description="Memory in MiB that a worker may use before it is ended; without it, three quarters of what\n"
         "this machine (or container) has.",
     )
@@ -114,8 +130,9 @@ def default_policy_toml() -> str:
              "# Changes count after a restart of the guard."]  # fmt: skip
     for name, field in Policy.model_fields.items():
         comment = "\n".join(f"# {line}" for line in str(field.description).splitlines())
-        value = field.default
-        parts.append(f"{comment}\n{f'{name} = {_toml(value)}' if value is not None else f'# {name} = 8192'}")
+        # A key without a default stands as a comment, with an example.
+        line = f"{name} = {_toml(field.default)}" if not field.examples else f"# {name} = {_toml(field.examples[0])}"
+        parts.append(f"{comment}\n{line}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -139,6 +156,8 @@ def check_run(policy: Policy, config: RunConfig) -> list[Failure]:
         found.append(_refusal(f"algorithms = {_toml(policy.algorithms)}, the run uses {algorithm}"))
     if policy.run_tags and not set(policy.run_tags) & set(config.tags):
         found.append(_refusal(f"run_tags = {_toml(policy.run_tags)}, the run has {_toml(config.tags)}"))
+    if policy.require_secure_sum and not config.secure_sum.enabled:
+        found.append(_refusal("require_secure_sum = true, the run has secure_sum.enabled = false"))
     local = config.local
     if local.epochs is not None and local.epochs > policy.max_epochs:
         found.append(_refusal(f"max_epochs = {policy.max_epochs}, the run asks for {local.epochs}"))

@@ -24,8 +24,6 @@ from fedward_client.incidents import Incidents
 from fedward_client.journal import ALLOWED, Note
 from fedward_client.policy import Policy, check_request, check_run
 
-UPDATE_GATE = "update-gate"
-"""Protection: only declared groups of vectors of the right size, finite numbers, a bounded weight, named sums."""
 _BY_RULE = {
     Reason.POLICY,
     Reason.MANIFEST_INVALID,
@@ -94,10 +92,7 @@ def admit(source: Source, roster: Roster, policy: Policy, approvals: Approvals, 
 
 
 class Session:
-    """Answers the requests of one admitted run. `participant` does the work; here every way to fail gets its code.
-
-    protections: what `participant` does to vectors and metrics before they leave, for the journal.
-    """
+    """Answers the requests of one admitted run. `participant` does the work; here every way to fail gets its code."""
 
     def __init__(
         self,
@@ -106,14 +101,12 @@ class Session:
         policy: Policy,
         incidents: Incidents,
         on_finish: Callable[[], None],
-        protections: tuple[str, ...] = (UPDATE_GATE,),
     ) -> None:
         self.admitted = admitted
         self._participant = participant
         self._policy = policy
         self._incidents = incidents
         self._on_finish = on_finish
-        self._protections = protections
 
     def answer(self, request: Request) -> Reply:
         """The reply to `request`."""
@@ -122,9 +115,13 @@ class Session:
             self._on_finish()
         return reply
 
+    def expire(self) -> None:
+        """Forget secrets that no request can ask for any more."""
+        self._participant.expire()
+
     def note(self, reply: Reply) -> Note:
         """What the journal is to say of a reply of this run."""
-        return note(reply, self.admitted, self._protections)
+        return note(reply, self.admitted, self._participant.protections(reply))
 
     def _reply(self, request: Request) -> Reply:
         try:
@@ -166,7 +163,7 @@ def note(reply: Reply, admitted: Admitted | None = None, protections: tuple[str,
         metrics=tuple(sorted(reply.metrics)),
         bundle=admitted.manifest.bundle if admitted else "",
         config=admitted.config_sha256 if admitted else "",
-        protections=protections if reply.vectors or reply.metrics else (),
+        protections=protections,
         verdict=rule or failure.reason.value if failure and failure.reason in _BY_RULE else ALLOWED,
     )
 

@@ -30,6 +30,7 @@ _SUMMARIES = {
     "simulate": "Run a federation in this process, before any node is involved.",
     "run": "Start, watch and stop runs; fetch their models.",
     "server": "Set up and run the server; invite and revoke nodes.",
+    "authority": "Sign the roster on a machine apart from the server.",
     "node": "Join a federation and run a node.",
     "version": "Print the versions in use.",
 }

@@ -18,12 +18,13 @@ from pydantic import (
     model_validator,
 )
 
-from fedward_common.algorithms.base import AlgorithmOptions
+from fedward_common.algorithms.base import AlgorithmOptions, PerClientAlgorithm
 from fedward_common.algorithms.registry import ALGORITHMS, parse_options
 from fedward_common.algorithms.training import LocalOptions
 from fedward_common.errors import ConfigError
 from fedward_common.explain import NAME_PATTERN, TASK_PATTERN, NestedError, Source, show
 from fedward_common.explain import explain as explain
+from fedward_common.secagg.graph import NoProtection, Parameters, choose
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
@@ -76,6 +77,29 @@ class EvaluationOptions(_Table):
     stop_min_delta: float = Field(default=0.0, ge=0, description="a smaller gain does not count")
 
 
+class SecureSumOptions(_Table):
+    """The `[secure_sum]` table: the server learns a cohort's sum and no single update, weight or metric."""
+
+    enabled: bool = Field(default=True, description="sum under masks; nodes' policies ask for it unless told otherwise")
+    dropout: float = Field(default=0.2, ge=0, lt=0.5, description="δ: share of a cohort that may drop out in a round")
+    corrupt: float = Field(
+        default=0.2, ge=0, lt=0.5, description="γ: share of a cohort that may collude with the server"
+    )
+    honest_server: bool = Field(
+        default=False,
+        description="take the server to follow the protocol: fewer neighbours, but one that lies about who dropped "
+        "out could then unmask a node",
+    )
+    bits: int = Field(default=20, ge=12, le=32, multiple_of=4, description="b: bits of a coordinate on the wire")
+    range: float = Field(
+        default=1.0, gt=0, le=2.0**60, description="largest coordinate of the first round's updates; later ones adapt"
+    )
+
+    def parameters(self, n: int) -> Parameters:
+        """Neighbours, threshold and the rest for a cohort of `n`. Raises `NoProtection`."""
+        return choose(n, self.dropout, self.corrupt, not self.honest_server)
+
+
 class RunConfig(_Table):
     """One federated training, completely."""
 
@@ -87,6 +111,7 @@ class RunConfig(_Table):
     local: LocalOptions
     cohort: CohortOptions = CohortOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
+    secure_sum: SecureSumOptions = SecureSumOptions()
     initial_model: str | None = Field(default=None, description="safetensors file to start from (path beside the TOML)")
     tags: tuple[Name, ...] = Field(default=(), description="what the run is for; nodes' policies may ask for some")
 
@@ -97,6 +122,7 @@ class RunConfig(_Table):
             _cohort_problem(self.cohort),
             _evaluation_problem(self.cohort, self.evaluation),
             _time_problem(self.local, self.cohort),
+            _secure_problem(self),
         ):
             if problem:
                 raise ValueError(problem)
@@ -163,6 +189,30 @@ def _time_problem(local: LocalOptions, cohort: CohortOptions) -> str | None:
             f"local.max_seconds = {local.max_seconds:g} is not under cohort.deadline = {cohort.deadline:g}: "
             "partial work would arrive after the round has closed. Lower max_seconds or raise deadline."
         )
+    return None
+
+
+def _secure_problem(config: RunConfig) -> str | None:
+    options, cohort, holdout = config.secure_sum, config.cohort, config.evaluation.holdout
+    if not options.enabled:
+        return None
+    if issubclass(ALGORITHMS[config.algorithm.name], PerClientAlgorithm):
+        return (
+            f"algorithm.name = {show(config.algorithm.name)} needs single updates, which a secure sum hides. Choose an "
+            "algorithm that needs a sum only, or set secure_sum.enabled = false (nodes' policies must allow it)."
+        )
+    sizes = {
+        "cohort.size": cohort.size,
+        "the names in cohort.nodes": len(cohort.nodes) if cohort.nodes and cohort.size is None else None,
+        "the names in evaluation.holdout": len(holdout) or None,
+    }
+    for what, n in sizes.items():
+        if n is None:
+            continue
+        try:
+            options.parameters(n)
+        except NoProtection as error:
+            return f"{what}: {error}"
     return None
 
 

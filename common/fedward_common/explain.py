@@ -30,10 +30,12 @@ _RULES: dict[str, str] = {
 
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?$"
 TASK_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+SHA256_PATTERN = r"^[0-9a-f]{64}$"
 PATTERNS = {
     NAME_PATTERN: (
         "must be 1 to 64 lower-case letters, digits, '.', '_' or '-', a letter or digit first and last. Rename it so."
     ),
+    SHA256_PATTERN: "must be a SHA-256: 64 digits 0-9 and a-f. Copy it whole.",
     TASK_PATTERN: "must be 'module:Class' of the bundle. Write for example \"digits.task:Digits\".",
 }
 """Patterns that are explained in words."""

@@ -25,7 +25,7 @@ from fedward_common.algorithms.registry import build
 from fedward_common.algorithms.training import Local, checked_loss, seed_all
 from fedward_common.config import RunConfig
 from fedward_common.errors import TaskError, UpdateError
-from fedward_common.task import Data, Task, check_data, check_task
+from fedward_common.task import Data, Task, check_data, check_task, metric_names
 from fedward_common.update import Kind, Layout, Vector, Vectors, kinds_of
 
 PRIVATE = "private"
@@ -36,7 +36,7 @@ _EVALUATION_BATCH = 256
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work. op: "prepare" | "train" | "evaluate" | "initial".
+    """One piece of work. op: "prepare" | "count" | "train" | "evaluate" | "initial".
 
     state: the node's kept vectors (train, and evaluate for private tensors). split: "test" | "train" |
     "central" (evaluate only). seconds: time limit of training."""
@@ -51,7 +51,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a `Work`. prepare: info["layout"] (JSON text). initial: the same, and vectors "model", and
+    """The result of a `Work`. prepare: info["layout"] (JSON text), info["metric_names"]. count: metrics "examples" (to
+    train on). initial: layout and metric names, and vectors "model", and
     "statistic" and "counter" where the model has such tensors. train: vectors = update groups, state,
     weight, metrics sums, info steps/complete. evaluate: metrics sums."""
 
@@ -99,6 +100,7 @@ class LocalRunner:
         do not fit the model) or whatever the task's code raises."""
         doers = {
             "prepare": self._prepare,
+            "count": self._count,
             "initial": self._initial,
             "train": self._train,
             "evaluate": self._evaluate,
@@ -109,7 +111,13 @@ class LocalRunner:
 
     def _prepare(self, work: Work) -> Done:
         layout, _ = self._built.layout, self._data
-        return Done(info={"layout": layout.to_json()})
+        return Done(info=self._told(layout))
+
+    def _count(self, work: Work) -> Done:
+        return Done(metrics={"examples": float(batches.length(self._data.train))})
+
+    def _told(self, layout: Layout) -> dict[str, Any]:
+        return {"layout": layout.to_json(), "metric_names": list(metric_names(self._task))}
 
     def _initial(self, work: Work) -> Done:
         # A fresh model: the one at hand may have been trained.
@@ -118,7 +126,7 @@ class LocalRunner:
         names = {MODEL: Kind.TRAINABLE, STATISTIC: Kind.STATISTIC, "counter": Kind.COUNTER}
         layout = self.layout
         vectors = {name: layout.pack(state, kind) for name, kind in names.items() if layout.size(kind)}
-        return Done(vectors, info={"layout": layout.to_json()})
+        return Done(vectors, info=self._told(layout))
 
     def _train(self, work: Work) -> Done:
         built, layout = self._built, self._built.layout

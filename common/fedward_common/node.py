@@ -6,9 +6,9 @@ Used by the guard (which adds policy, journal and workers), by the simulator and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions
 from fedward_common.algorithms.registry import build
@@ -89,6 +89,14 @@ def settle(store: StateStore, included: Stamp | None) -> None:
         raise Refused(Failure(Reason.STATE_DIVERGED, rule))
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a node knows of its task: the model's layout, the names of its metrics."""
+
+    layout: Layout
+    metric_names: tuple[str, ...]
+
+
 class Participant:
     """One node in one run: settles state, has the work done, checks the update, answers."""
 
@@ -97,40 +105,63 @@ class Participant:
         self._store = store
         self._execute = execute
         self._algorithm: Algorithm[AlgorithmOptions] = build(config.algorithm)
-        self._layout: Layout | None = None
+        self._prepared: Prepared | None = None
         self._held: Reply | None = None
 
     def handle(self, request: Request) -> Reply:
         """Answer one request. Never raises `Refused`; what `execute` raises otherwise goes through."""
         started = time.monotonic()
-        handlers = {
+        handler = self._handlers().get(request.purpose)
+        try:
+            if handler is None:
+                rule = f"a run {self._kind} has no {request.purpose.value!r}"
+                raise Refused(Failure(Reason.BAD_REQUEST, rule))
+            reply = handler(request)
+        except Refused as refused:
+            reply = self._refuse(request, refused.failure)
+        seconds = round(time.monotonic() - started, 4)
+        info = {**reply.info, "seconds": seconds}
+        return replace(reply, run=request.run, round=request.round, attempt=request.attempt, info=info)
+
+    _kind = "without secure aggregation"
+
+    def protections(self, reply: Reply) -> tuple[str, ...]:
+        """What was done to the vectors and metrics in `reply` before they leave, for the node's journal."""
+        return ("update-gate",) if reply.vectors or reply.metrics else ()
+
+    def expire(self) -> None:
+        """Forget what no request can ask for any more."""
+
+    def _handlers(self) -> Mapping[Purpose, Callable[[Request], Reply]]:
+        return {
             Purpose.PREPARE: self._prepare,
             Purpose.TRAIN: self._train,
             Purpose.EVALUATE: self._evaluate,
             Purpose.COLLECT: self._collect,
             Purpose.FINISH: self._finish,
         }
-        try:
-            reply = handlers[request.purpose](request)
-        except Refused as refused:
-            reply = Reply(request.purpose, request.run, failure=refused.failure)
-        seconds = round(time.monotonic() - started, 4)
-        info = {**reply.info, "seconds": seconds}
-        return replace(reply, run=request.run, round=request.round, attempt=request.attempt, info=info)
+
+    def _refuse(self, request: Request, failure: Failure) -> Reply:
+        return Reply(request.purpose, request.run, failure=failure)
 
     def _prepare(self, request: Request) -> Reply:
-        done = self._execute(Work("prepare"))
-        self._layout = Layout.from_json(str(done.info["layout"]))
+        self._prepared = None
+        digest = self._known_layout().digest()
         wanted = request.settings.get("layout")
-        if wanted is not None and wanted != self._layout.digest():
-            rule = f"model layout here {self._layout.digest()[:12]}, on the server {str(wanted)[:12]}"
+        if wanted is not None and wanted != digest:
+            rule = f"model layout here {digest[:12]}, on the server {str(wanted)[:12]}"
             raise Refused(Failure(Reason.LAYOUT_DIFFERS, rule))
-        return Reply(Purpose.PREPARE, request.run, info={"layout": self._layout.digest()})
+        return Reply(Purpose.PREPARE, request.run, info={"layout": digest})
+
+    def _known(self) -> Prepared:
+        if self._prepared is None:
+            info = self._execute(Work("prepare")).info
+            names = tuple(map(str, info.get("metric_names", ())))
+            self._prepared = Prepared(Layout.from_json(str(info["layout"])), names)
+        return self._prepared
 
     def _known_layout(self) -> Layout:
-        if self._layout is None:
-            self._layout = Layout.from_json(str(self._execute(Work("prepare")).info["layout"]))
-        return self._layout
+        return self._known().layout
 
     def _settle(self, included: Stamp | None) -> None:
         try:
@@ -144,25 +175,29 @@ class Participant:
                 self._store.drop_pending()
 
     def _train(self, request: Request) -> Reply:
-        layout = self._known_layout()
-        self._settle(request.included)
-        _, kept = self._store.committed()
         self._held = None
-        done = self._execute(
-            Work("train", request.round, request.vectors, kept, seconds=request.settings.get("seconds"))
-        )
-        update = Update(done.vectors, done.weight, done.metrics)
-        self._gate(layout, update, done.state)
-        # Before the reply: should this process die after it, the state is here to be committed.
-        self._store.save_pending(Stamp(request.round, request.attempt), done.state)
+        update, info = self._trained(request, request.vectors)
         reply = Reply(
             Purpose.TRAIN, request.run, request.round, request.attempt,
-            update.groups, update.weight, update.metrics, info=dict(done.info),
+            update.groups, update.weight, update.metrics, info=info,
         )
         if request.settings.get("hold"):
             self._held = reply
             return replace(reply, vectors={}, held=True)
         return reply
+
+    def _trained(self, request: Request, broadcast: Vectors) -> tuple[Update, dict[str, Any]]:
+        """Train from `broadcast`: the update, through the gate, and what is told of the training. The node's new
+        state is on disk, pending."""
+        layout = self._known_layout()
+        self._settle(request.included)
+        _, kept = self._store.committed()
+        done = self._execute(Work("train", request.round, broadcast, kept, seconds=request.settings.get("seconds")))
+        update = Update(done.vectors, done.weight, done.metrics)
+        self._gate(layout, update, done.state)
+        # Before the reply: should this process die after it, the state is here to be committed.
+        self._store.save_pending(Stamp(request.round, request.attempt), done.state)
+        return update, dict(done.info)
 
     def _gate(self, layout: Layout, update: Update, state: Vectors) -> None:
         sends = self._algorithm.sends(layout)
@@ -189,18 +224,19 @@ class Participant:
         return replace(held, purpose=Purpose.COLLECT)
 
     def _evaluate(self, request: Request) -> Reply:
+        return Reply(Purpose.EVALUATE, request.run, metrics=self._evaluated(request, request.vectors))
+
+    def _evaluated(self, request: Request, model: Vectors) -> Mapping[str, float]:
+        """Sums of `model`'s metrics over this node's test data."""
         split = str(request.settings.get("split", "test"))
-        done = self._execute(
-            Work(
-                "evaluate", request.round, request.vectors, self._latest(request.included), split=split,
-                seconds=request.settings.get("seconds"),
-            )
-        )
+        seconds = request.settings.get("seconds")
+        kept = self._latest(request.included)
+        done = self._execute(Work("evaluate", request.round, model, kept, split=split, seconds=seconds))
         try:
             check_metrics(done.metrics)
         except UpdateError as error:
             raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
-        return Reply(Purpose.EVALUATE, request.run, metrics=done.metrics)
+        return done.metrics
 
     def _latest(self, included: Stamp | None) -> Vectors:
         """The kept vectors to evaluate with. Reads only: an evaluation may not say what was included."""

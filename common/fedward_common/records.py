@@ -37,6 +37,10 @@ _TYPES = {
     Purpose.PREPARE: "query.prepare",
     Purpose.TRAIN: "train",
     Purpose.EVALUATE: "evaluate",
+    Purpose.ADVERTISE: "query.advertise",
+    Purpose.MASK: "query.mask",
+    Purpose.AGREE: "query.agree",
+    Purpose.UNMASK: "query.unmask",
     Purpose.COLLECT: "query.collect",
     Purpose.FINISH: "query.finish",
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +13,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedward_common.errors import FedwardError
+from fedward_common.explain import NAME_PATTERN
 from fedward_common.files import write_atomic
 from fedward_common.signing import (
     SignatureError,
+    canonical,
     key_id,
     keys_by_id,
     open_envelope,
@@ -34,6 +38,9 @@ def _public_key(text: str) -> str:
 
 PublicKeyText = Annotated[str, AfterValidator(_public_key)]
 FlowerId = Annotated[str, Field(pattern=r"^-?[0-9]{1,20}$")]
+# People decide by what a roster shows them: no text in it may hide or imitate anything on a terminal.
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Federation = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:%_-]{1,253}$")]
 
 
 class RosterError(FedwardError):
@@ -47,17 +54,22 @@ class _Frozen(BaseModel):
 class RosterNode(_Frozen):
     """One enrolled node. node_id: Fedward's stable id; flower_id: changes with the node's key."""
 
-    name: str
+    name: Name
     node_id: str = Field(pattern=r"^[0-9a-f]{32}$")
     flower_id: FlowerId | None
     identity: PublicKeyText
-    tags: tuple[str, ...] = ()
+    tags: tuple[Name, ...] = ()
+
+    @property
+    def id_bytes(self) -> bytes:
+        """The node id as 16 bytes."""
+        return bytes.fromhex(self.node_id)
 
 
 class RosterScientist(_Frozen):
     """One data scientist."""
 
-    name: str
+    name: Name
     key: PublicKeyText
 
 
@@ -65,7 +77,7 @@ class Roster(_Frozen):
     """A version of the roster; `version` grows by one with each change."""
 
     version: int = Field(ge=1)
-    federation: str
+    federation: Federation
     nodes: tuple[RosterNode, ...] = ()
     scientists: tuple[RosterScientist, ...] = ()
 
@@ -86,6 +98,17 @@ class Roster(_Frozen):
         """The node of that name."""
         return next((node for node in self.nodes if node.name == name), None)
 
+    @cached_property
+    def identities(self) -> Mapping[bytes, Ed25519PublicKey]:
+        """Node id (16 bytes) -> identity key."""
+        return {node.id_bytes: parse_public(node.identity) for node in self.nodes}
+
+    @cached_property
+    def digest(self) -> str:
+        """Version and SHA-256: nodes that name the same digest know the same members."""
+        text = canonical(self.model_dump(mode="json"))
+        return f"{self.version}:{hashlib.sha256(text.encode()).hexdigest()}"
+
     def scientist_keys(self) -> dict[str, Ed25519PublicKey]:
         """Key id -> public key of every data scientist."""
         return keys_by_id(*(parse_public(scientist.key) for scientist in self.scientists))
@@ -93,6 +116,10 @@ class Roster(_Frozen):
     def scientist_of(self, key: str) -> RosterScientist | None:
         """The data scientist whose key has that id."""
         return next((person for person in self.scientists if key_id(parse_public(person.key)) == key), None)
+
+    def sha256(self) -> str:
+        """Hex SHA-256 of the text that is signed: names this very roster, whoever signed it."""
+        return hashlib.sha256(canonical(self.model_dump(mode="json")).encode()).hexdigest()
 
     def sign(self, key: Ed25519PrivateKey) -> dict[str, Any]:
         """The signed envelope."""
@@ -114,15 +141,20 @@ def accept_roster(envelope: Mapping[str, Any], authority: Ed25519PublicKey, know
     Raises `SignatureError`, `RosterError`.
     """
     roster = open_roster(envelope, authority)
+    check_successor(roster, known)
+    return roster
+
+
+def check_successor(roster: Roster, known: Roster | None) -> None:
+    """Raises `RosterError` unless `roster` is `known` itself or a later one of the same federation."""
     if known is None or roster == known:
-        return roster
+        return
     if roster.federation != known.federation:
         raise RosterError(f"the roster is of {roster.federation!r}, the known one of {known.federation!r}.")
     if roster.version < known.version:
         raise RosterError(f"the roster has version {roster.version}, but {known.version} is known already.")
     if roster.version == known.version:
-        raise RosterError(f"two different rosters are signed with version {roster.version}.")
-    return roster
+        raise RosterError(f"two different rosters have version {roster.version}.")
 
 
 def write_roster(path: Path, envelope: Mapping[str, Any]) -> None:

@@ -111,6 +111,18 @@ def parse_public(text: str) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(raw)
 
 
+def read_public(text: str) -> Ed25519PublicKey:
+    """The public key that was typed, or the one in the file that was named. Raises `SignatureError`."""
+    path = Path(text)
+    try:
+        return parse_public((path.read_text(encoding="ascii") if path.is_file() else text).strip())
+    except (SignatureError, UnicodeDecodeError, OSError) as error:
+        raise SignatureError(
+            f"{text[:80]!r} is neither a public key (43 characters, as 'fedward authority init' prints it) "
+            "nor a file that holds one."
+        ) from error
+
+
 def key_id(key: Ed25519PrivateKey | Ed25519PublicKey) -> str:
     """The first 16 hex digits of the SHA-256 of the raw public key."""
     return hashlib.sha256(raw_public(key)).hexdigest()[:16]
@@ -156,7 +168,7 @@ def sign_envelope(kind: str, payload: Mapping[str, Any], key: Ed25519PrivateKey)
 
 def open_envelope(kind: str, envelope: Mapping[str, Any], public_keys: PublicKeys) -> dict[str, Any]:
     """The payload of an envelope signed by one of `public_keys`. Raises `SignatureError`."""
-    if set(envelope) != {kind, "key", "signature"}:
+    if not isinstance(envelope, Mapping) or set(envelope) != {kind, "key", "signature"}:
         raise SignatureError(f"a signed {kind} has the fields {kind}, key and signature, nothing else.")
     text, signer, signature = envelope[kind], envelope["key"], envelope["signature"]
     if not (isinstance(text, str) and isinstance(signer, str) and isinstance(signature, str)):

@@ -44,7 +44,8 @@ class Data:
 class Task(Protocol):
     """A federated learning task.
 
-    Optional attributes: `tensor_kinds` (shell pattern over state-dict names -> 'trainable' | 'statistic' |
+    Optional attributes: `metric_names` (the names that `metrics` returns, such as `("accuracy",)`: a secure sum has a
+    fixed place for each); `tensor_kinds` (shell pattern over state-dict names -> 'trainable' | 'statistic' |
     'counter' | 'private'); `central_data(config) -> Data` for evaluation on the server (its `test`, or `train` if
     that is None).
     """
@@ -79,6 +80,14 @@ def check_task(task: object) -> Task:
         lacks = ", ".join(missing)
         raise TaskError(f"{type(task).__name__} is not a task yet; it lacks {lacks}. Add:\n{lines}")
     return task  # type: ignore[return-value]
+
+
+def metric_names(task: object) -> tuple[str, ...]:
+    """The task's `metric_names`, () if it has none. Raises `TaskError` unless they are a sequence of names."""
+    names = getattr(task, "metric_names", ())
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise TaskError(f"metric_names = {names!r}: give a tuple of names, such as ('accuracy',).")
+    return tuple(names)
 
 
 def load_task(reference: str, root: Path | None = None) -> Task:

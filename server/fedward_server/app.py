@@ -18,6 +18,7 @@ from fedward_common.update import Vectors
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedward_server.collecting import Collector, PlainCollector, SecureCollector
 from fedward_server.direct import DirectRuntime
 from fedward_server.events import EventLog
 from fedward_server.fencing import Fenced, take_over
@@ -25,6 +26,7 @@ from fedward_server.grid import FlowerTransport, RosterDirectory
 from fedward_server.paths import RunPaths, ServerPaths
 from fedward_server.rounds import Rounds
 from fedward_server.taskhost import TaskHost
+from fedward_server.transport import Clock
 
 app = ServerApp()
 
@@ -68,21 +70,28 @@ def _rounds(
 ) -> None:
     host = TaskHost(config, paths, run, data={})
     try:
-        layout, initial = host.initial(run.initial if run.initial.exists() else None)
+        layout, initial, metric_names = host.initial(run.initial if run.initial.exists() else None)
         if not config.evaluation.central:
             host.close()
 
         def central(vectors: Vectors) -> Mapping[str, float]:
             return host.evaluate(0, vectors, config.cohort.deadline)
 
+        algorithm, clock, directory = build_sum(config.algorithm), Clock(), RosterDirectory(paths.roster)
+        transport = FlowerTransport(grid, directory, DirectRuntime(paths.superlink_database, grid.run.run_id))
+        collector: Collector = PlainCollector(config, algorithm, layout, transport, clock)
+        if config.secure_sum.enabled:
+            collector = SecureCollector.over(
+                transport, clock, run.root.name, config, algorithm, layout, metric_names, directory.roster
+            )
         Rounds(
             config=config,
-            algorithm=build_sum(config.algorithm),
+            algorithm=algorithm,
             layout=layout,
             initial=initial,
-            transport=FlowerTransport(
-                grid, RosterDirectory(paths.roster), DirectRuntime(paths.superlink_database, grid.run.run_id)
-            ),
+            transport=transport,
+            collector=collector,
+            clock=clock,
             paths=run,
             epoch=epoch,
             log=log,

@@ -1,4 +1,4 @@
-"""The federation's authority: CA, server certificate, roster key; and `init`, which makes them."""
+"""What a server is made of: CA, server certificate, roster key; and `init`, which makes them."""
 
 from __future__ import annotations
 
@@ -8,37 +8,28 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedward_common.credential import Credential
 from fedward_common.enrolment import certificate_sha256
 from fedward_common.errors import FedwardError
 from fedward_common.files import owner_folder, write_atomic
-from fedward_common.roster import Roster, RosterNode, RosterScientist, write_roster
-from fedward_common.signing import generate, key_id, load_private, public_text, save_private
+from fedward_common.signing import generate, key_id, public_text, save_private
 
 from fedward_server.paths import ServerPaths
+from fedward_server.publication import ROSTER_NUMBER, authority_key, publish_roster
 from fedward_server.settings import Settings, load_settings, write_settings
-from fedward_server.store import (
-    Scientist,
-    Store,
-    active_nodes,
-    add_audit,
-    current_number,
-    next_number,
-    scientists,
-)
+from fedward_server.store import Scientist, Store, add_audit, next_number
 
 CA_LIFE = timedelta(days=3652)
 SERVER_LIFE = timedelta(days=365)
 BACKDATE = timedelta(hours=1)
 """Certificates are valid a little before now, for machines whose clocks are behind."""
 FIRST_SCIENTIST = "admin"
-ROSTER_NUMBER = "roster"
 
 
 class AuthorityError(FedwardError):
@@ -50,9 +41,10 @@ def unfinished_mark(paths: ServerPaths) -> Path:
     return paths.root / "init.unfinished"
 
 
-def init(paths: ServerPaths, settings: Settings) -> bool:
+def init(paths: ServerPaths, settings: Settings, authority: Ed25519PublicKey | None = None) -> bool:
     """Make everything that a server needs. False, and nothing changed, if it is there already.
 
+    authority: the key that signs the roster on another machine; without it, a key for that is made here.
     Raises `AuthorityError` on a half-made or foreign directory.
     """
     if unfinished_mark(paths).exists():
@@ -76,10 +68,14 @@ def init(paths: ServerPaths, settings: Settings) -> bool:
     write_atomic(paths.server_key, _private_pem(ec.generate_private_key(ec.SECP256R1())))
     write_settings(paths, settings)
     write_server_certificate(paths, settings)
-    save_private(paths.roster_key, generate())
+    if authority is None:
+        save_private(paths.roster_key, generate())
+    else:
+        write_atomic(paths.roster_public, f"{public_text(authority)}\n".encode())
     store = Store.create(paths.database)
     with store.transaction() as session:
-        add_audit(session, "server", "init", name=settings.name, sans=list(settings.hosts))
+        key = key_id(authority_key(paths))
+        add_audit(session, "server", "init", name=settings.name, sans=list(settings.hosts), authority=key)
     add_scientist(paths, settings, store, FIRST_SCIENTIST, paths.credential)
     store.close()
     unfinished_mark(paths).unlink()
@@ -181,36 +177,9 @@ def add_scientist(paths: ServerPaths, settings: Settings, store: Store, name: st
         next_number(session, ROSTER_NUMBER)
         add_audit(session, "server", "scientist_added", name=name, key=key_id(key))
         # Written inside: if the file cannot be written, nobody has been entered.
-        authority = public_text(load_private(paths.roster_key))
+        authority = public_text(authority_key(paths))
         Credential(settings.url, paths.public_ca.read_text(), name, key, authority).save(path)
     publish_roster(paths, settings, store)
-
-
-def publish_roster(paths: ServerPaths, settings: Settings, store: Store) -> dict[str, Any]:
-    """Sign the present roster, write it for all to read, and return the envelope.
-
-    The transaction keeps two processes from writing the older of two rosters last.
-    """
-    key = load_private(paths.roster_key)
-    with store.transaction() as session:
-        roster = Roster(
-            version=current_number(session, ROSTER_NUMBER),
-            federation=settings.name,
-            nodes=tuple(
-                RosterNode(
-                    name=node.name,
-                    node_id=node.node_id,
-                    flower_id=node.flower_id,
-                    identity=node.identity,
-                    tags=tuple(node.tags),
-                )
-                for node in active_nodes(session)
-            ),
-            scientists=tuple(RosterScientist(name=one.name, key=one.key) for one in scientists(session)),
-        )
-        envelope = roster.sign(key)
-        write_roster(paths.roster, envelope)
-    return envelope
 
 
 @dataclass(frozen=True)
@@ -223,7 +192,7 @@ class Identity:
     @classmethod
     def of(cls, paths: ServerPaths) -> Identity:
         """Of the server at `paths`."""
-        return cls(ca_sha256(paths), public_text(load_private(paths.roster_key)))
+        return cls(ca_sha256(paths), public_text(authority_key(paths)))
 
 
 def _general_name(host: str) -> x509.GeneralName:

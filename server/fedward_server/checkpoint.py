@@ -22,6 +22,7 @@ from fedward_common.algorithms.base import MODEL, STATISTIC, ServerState
 from fedward_common.errors import FedwardError
 from fedward_common.files import owner_folder, sync_folder
 from fedward_common.messages import Stamp
+from fedward_common.ranges import Scales
 from fedward_common.update import Kind, Layout, Vector, Vectors
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -58,7 +59,8 @@ class Checkpoint:
 
     enrolled: the N nodes of the run, fixed at its start, sorted. present: those that were ready, for whom a resumed
     run waits a while. included: each node's last training that was in a sum. cohorts: a round's nodes as indices
-    into `enrolled`. event: the fields of the last round's event (None before round 1). epoch: of the writer.
+    into `enrolled`. scales: of the next secure sum's coordinates. event: the fields of the last round's event (None
+    before round 1). epoch: of the writer.
     """
 
     run: str
@@ -71,6 +73,7 @@ class Checkpoint:
     cohorts: tuple[tuple[int, ...], ...] = ()
     standing: Standing = Standing()
     event: Mapping[str, Any] | None = None
+    scales: Scales | None = None
 
     @property
     def round(self) -> int:
@@ -99,6 +102,7 @@ class Checkpoint:
                 "cohorts": self.cohorts,
                 "standing": asdict(self.standing),
                 "event": self.event,
+                "scales": None if self.scales is None else self.scales.to_json(),
             },
             separators=(",", ":"),
             allow_nan=False,
@@ -119,6 +123,7 @@ class Checkpoint:
             cohorts=tuple(tuple(cohort) for cohort in content["cohorts"]),
             standing=Standing(**content["standing"]),
             event=content["event"],
+            scales=None if content["scales"] is None else Scales.from_json(content["scales"]),
         )
 
 

@@ -28,8 +28,15 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from fedward_server.audit import Refusals
-from fedward_server.authority import ROSTER_NUMBER, Identity, publish_roster
+from fedward_server.authority import Identity
 from fedward_server.paths import ServerPaths
+from fedward_server.publication import (
+    ROSTER_NUMBER,
+    key_is_apart,
+    no_roster,
+    publish_roster,
+    waiting_roster,
+)
 from fedward_server.refusal import Refusal
 from fedward_server.settings import Settings
 from fedward_server.store import (
@@ -93,13 +100,15 @@ class EnrolRequest(Claim):
 
 @dataclass(frozen=True)
 class Admission:
-    """What a node learns when it is in."""
+    """What a node learns when it is in. roster: the latest signed one. waits: the version that holds what was just
+    entered, if the authority has still to sign it elsewhere: `roster` does not know of it then."""
 
     node_id: str
     name: str
     fleet_port: int
     authority: str
     roster: dict[str, Any]
+    waits: int | None
 
 
 def check_clock(sender: float, now: float) -> None:
@@ -129,7 +138,11 @@ def check_name(name: str) -> str:
 
 
 def invite(paths: ServerPaths, store: Store, name: str, ttl: float, tags: Sequence[str] = ()) -> JoinToken:
-    """A token for one node of that name, good for `ttl` seconds. Raises `ConfigError`."""
+    """A token for one node of that name, good for `ttl` seconds.
+
+    Raises `ConfigError`, and `Refusal("roster_unsigned")` as long as there is no roster for a node to check.
+    """
+    _require_roster(paths)
     token = JoinToken.make(Identity.of(paths).ca_sha256, check_name(name))
     now = time.time()
     kept = sorted({check_name(tag) for tag in tags})
@@ -148,6 +161,11 @@ def invite(paths: ServerPaths, store: Store, name: str, ttl: float, tags: Sequen
         )
         add_audit(session, "server", "invited", name=name, token=token.id, tags=kept, seconds=ttl)
     return token
+
+
+def _require_roster(paths: ServerPaths) -> None:
+    if key_is_apart(paths) and not paths.roster.exists():
+        raise no_roster()
 
 
 class Enrolment:
@@ -184,6 +202,7 @@ class Enrolment:
 
     def _enrol(self, request: EnrolRequest) -> Admission:
         self._check_foreign(request.ca)
+        _require_roster(self._paths)
         now = self._clock()
         check_clock(request.time, now)
         with self._store.transaction() as session:
@@ -301,8 +320,8 @@ class Enrolment:
         self.publish()
         return changed
 
-    def publish(self) -> dict[str, Any]:
-        """Write the signed roster as it is now; returns the envelope."""
+    def publish(self) -> dict[str, Any] | None:
+        """Bring the public roster up to date, if its key is here; returns the envelope (None: none was signed yet)."""
         return publish_roster(self._paths, self._settings, self._store)
 
     def check_foreign(self, ca: str) -> None:
@@ -353,7 +372,13 @@ class Enrolment:
 
     def _admission(self, node: Node) -> Admission:
         roster = self.publish()
-        return Admission(node.node_id, node.name, self._settings.fleet_port, self._identity.roster_key, roster)
+        if roster is None:
+            raise no_roster()
+        waiting = waiting_roster(self._paths, self._settings, self._store)
+        waits = waiting.version if waiting is not None else None
+        if waits is not None:
+            log.warning("%s: roster version %d waits for the authority's signature", node.name, waits)
+        return Admission(node.node_id, node.name, self._settings.fleet_port, self._identity.roster_key, roster, waits)
 
 
 NOT_ENROLLED = {

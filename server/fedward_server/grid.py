@@ -49,7 +49,7 @@ from flwr.supercore.protobuf.client import ProtobufRequestContext
 from flwr.superlink.grid import HttpGrid
 
 from fedward_server.direct import DirectRuntime
-from fedward_server.transport import Peer
+from fedward_server.transport import Peer, never
 
 _FASTEST = 0.03
 _SLOWEST = 0.25
@@ -69,16 +69,21 @@ class RosterDirectory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read: tuple[float, dict[int, Peer]] = (0.0, {})
+        self._changed = 0.0
+        self._roster: Roster | None = None
+
+    def roster(self) -> Roster:
+        """The roster as it is now."""
+        changed = self._path.stat().st_mtime
+        if self._roster is None or changed != self._changed:
+            # The service of this same server wrote the file; nodes, not the ServerApp, verify its signature.
+            self._roster = Roster.model_validate_json(json.loads(self._path.read_text())[ROSTER_KIND])
+            self._changed = changed
+        return self._roster
 
     def peers(self, online: set[int]) -> dict[int, Peer]:
-        changed = self._path.stat().st_mtime
-        if changed != self._read[0]:
-            # The service of this same server wrote the file; nodes, not the ServerApp, verify its signature.
-            roster = Roster.model_validate_json(json.loads(self._path.read_text())[ROSTER_KIND])
-            known = {int(n.flower_id): Peer(n.name, n.tags) for n in roster.nodes if n.flower_id is not None}
-            self._read = (changed, known)
-        return {flower_id: peer for flower_id, peer in self._read[1].items() if flower_id in online}
+        known = {int(n.flower_id): Peer(n.name, n.tags) for n in self.roster().nodes if n.flower_id is not None}
+        return {flower_id: peer for flower_id, peer in known.items() if flower_id in online}
 
 
 class NumberedDirectory:
@@ -139,13 +144,15 @@ class FlowerTransport:
         self._flower_ids.update({peer.name: flower_id for flower_id, peer in peers.items()})
         return sorted(peers.values(), key=lambda peer: peer.name)
 
-    def exchange(self, requests: Mapping[str, Request], seconds: float) -> Iterator[tuple[str, Reply]]:
-        """Send each node its request and yield each reply as it arrives, until all have or `seconds` are over."""
+    def exchange(
+        self, requests: Mapping[str, Request], seconds: float, over: Callable[[], bool] = never
+    ) -> Iterator[tuple[str, Reply]]:
+        """Send each node its request and yield each reply as it arrives; see `Transport`."""
         if not requests:
             return
         deadline = time.monotonic() + seconds
         waiting = self._push(requests, ttl=seconds + 60.0)
-        for message_id, answer in self._pull(waiting, deadline):
+        for message_id, answer in self._pull(waiting, lambda: time.monotonic() >= deadline or over()):
             name = waiting[message_id]
             request = requests[name]
             reply = self._decode(answer, request) if isinstance(answer, Message) else _failed(request, answer)
@@ -171,10 +178,10 @@ class FlowerTransport:
     def _push_each(self, messages: list[Message]) -> list[str]:
         return _push_each(self._client, _run_id(self._grid), messages)
 
-    def _pull(self, waiting: Mapping[str, str], deadline: float) -> Iterator[tuple[str, Message | Failure]]:
+    def _pull(self, waiting: Mapping[str, str], over: Callable[[], bool]) -> Iterator[tuple[str, Message | Failure]]:
         if self._client is None:
-            return _pull_whole(self._grid, waiting, deadline)
-        return _pull_each(self._client, _run_id(self._grid), waiting, deadline, self._still_there)
+            return _pull_whole(self._grid, waiting, over)
+        return _pull_each(self._client, _run_id(self._grid), waiting, over, self._still_there)
 
     def _still_there(self, names: set[str]) -> set[str]:
         online = set(self._grid.get_node_ids())
@@ -207,12 +214,12 @@ def _run_id(grid: Grid) -> int:
 
 
 def _pull_whole(
-    grid: Grid, waiting: Mapping[str, str], deadline: float
+    grid: Grid, waiting: Mapping[str, str], over: Callable[[], bool]
 ) -> Iterator[tuple[str, Message | Failure]]:
     """Replies by the public Grid API (Flower's in-memory grid has no uploads to wait for)."""
     open_ids = set(waiting)
     delay = _FASTEST
-    while open_ids and time.monotonic() < deadline:
+    while open_ids and not over():
         messages = list(grid.pull_messages(open_ids))
         for message in messages:
             open_ids.discard(message.metadata.reply_to_message_id)
@@ -222,13 +229,13 @@ def _pull_whole(
 
 
 def _pull_each(
-    client: Any, run_id: int, waiting: Mapping[str, str], deadline: float, still_there: Any
+    client: Any, run_id: int, waiting: Mapping[str, str], over: Callable[[], bool], still_there: Any
 ) -> Iterator[tuple[str, Message | Failure]]:
     """Replies one by one: a reply whose upload has not ended holds up no other."""
     announced: dict[str, _Arriving] = {}
     open_ids = set(waiting)
     delay, next_look = _FASTEST, time.monotonic() + _ONLINE_EVERY
-    while open_ids and time.monotonic() < deadline:
+    while open_ids and not over():
         progress = False
         silent = open_ids - set(announced)
         if silent:
@@ -261,7 +268,7 @@ def _pull_each(
                 yield request_id, Failure(lost, "the node went offline or was revoked")
         delay = _FASTEST if progress else min(1.5 * delay, _SLOWEST)
         if open_ids:
-            time.sleep(min(delay, max(0.0, deadline - time.monotonic())))
+            time.sleep(delay)
     for request_id in open_ids & set(announced):
         yield request_id, Failure(Reason.UPLOAD_LOST, "announced, but not uploaded by the deadline")
 

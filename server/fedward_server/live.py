@@ -7,7 +7,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -73,6 +73,7 @@ class Board:
             "waiting": self._waiting,
             "round": self._round,
             "round_failed": self._round_failed,
+            "evaluation": self._evaluation,
             "run_finished": self._finished,
         }.get(event["event"])
         if taker is not None:
@@ -90,10 +91,10 @@ class Board:
 
     def _round(self, event: Event) -> None:
         self.status = "running"
+        if "round_before" in event:
+            self._evaluation(event["round_before"])
         evaluated = event.get("evaluate") or event.get("central") or {}
-        if evaluated and self.metric not in evaluated:
-            others = [name for name in evaluated if name not in ("loss", "examples")]
-            self.metric = others[0] if others else self.metric
+        self._choose_metric(evaluated)
         self.rows.append(
             Row(
                 event["round"],
@@ -109,6 +110,19 @@ class Board:
                 event["seconds"],
             )
         )
+
+    def _evaluation(self, event: Mapping[str, Any]) -> None:
+        """Figures of a round that is shown already: a secure sum brings them with the round after it."""
+        evaluated = event["evaluate"]
+        self._choose_metric(evaluated)
+        for i, row in enumerate(self.rows):
+            if row.round == event["round"] and not row.reason:
+                self.rows[i] = replace(row, loss=evaluated.get("loss"), metric=evaluated.get(self.metric))
+
+    def _choose_metric(self, evaluated: Mapping[str, float]) -> None:
+        if evaluated and self.metric not in evaluated:
+            others = [name for name in evaluated if name not in ("loss", "examples")]
+            self.metric = others[0] if others else self.metric
 
     def _round_failed(self, event: Event) -> None:
         failures = _clean_all(event["failures"])
@@ -170,12 +184,15 @@ class PlainLines:
 
     def show(self, event: Event) -> None:
         self._board.add(event)
-        for line in self._lines(event["event"]):
+        for line in self._lines(event):
             self._out.write(line + "\n")
         self._out.flush()
 
-    def _lines(self, kind: str) -> Iterator[str]:
-        board = self._board
+    def _lines(self, event: Event) -> Iterator[str]:
+        board, kind = self._board, event["event"]
+        told = event.get("round_before") if kind == "round" else event if kind == "evaluation" else None
+        if told is not None:
+            yield f"after round {told['round']}: " + _figures(told["evaluate"])
         if kind in ("run_started", "waiting", "run_finished"):
             yield board.headline()
         if kind == "waiting":
@@ -278,6 +295,10 @@ def plain_row(row: Row, metric: str) -> str:
     named = (("train loss", row.train_loss), ("loss", row.loss), (metric, row.metric))
     text += "".join(f"  {name} {value:.4f}" for name, value in named if value is not None)
     return f"{text}  down {megabytes(row.bytes_down)} MB  up {megabytes(row.bytes_up)} MB  {row.seconds:.2f} s"
+
+
+def _figures(evaluated: Mapping[str, float]) -> str:
+    return "  ".join(f"{clean(name)} {value:.4g}" for name, value in evaluated.items() if name != "examples")
 
 
 def by_reason(failures: Mapping[str, str]) -> str:

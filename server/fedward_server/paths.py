@@ -28,7 +28,7 @@ class ServerPaths:
 
     @property
     def authority(self) -> Path:
-        """CA key and certificate, roster-signing key. Nothing but the service reads it."""
+        """CA key and certificate, roster-signing key (or its public half). Nothing but the service reads it."""
         return self.root / "authority"
 
     @property
@@ -43,6 +43,16 @@ class ServerPaths:
     def roster_key(self) -> Path:
         """Ed25519 private key that signs the roster."""
         return self.authority / "roster.key"
+
+    @property
+    def roster_public(self) -> Path:
+        """Public half of the key that signs the roster; there if, and only if, the key lives on another machine."""
+        return self.authority / "roster.pub"
+
+    @property
+    def exported_roster(self) -> Path:
+        """The roster that was last handed out to be signed elsewhere (JSON, unsigned)."""
+        return self.authority / "exported-roster.json"
 
     @property
     def server_certificate(self) -> Path:

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedward_common.algorithms.registry import build
+from fedward_common.algorithms.registry import build, build_sum
 from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, TaskError
 from fedward_common.local import LocalRunner, Work
+from fedward_common.secagg.graph import Parameters
+from fedward_common.secagg.packing import packed_size
 from fedward_common.task import Task, load_task
 from fedward_common.update import Kind, Layout, Vectors, kinds_of
 
@@ -28,6 +30,7 @@ class Forecast:
     """What a round costs. Bytes are of tensors; messages add about 1 %.
 
     parameters: trainable ones. down, up: bytes a node and round. evaluation: bytes down for an evaluation.
+    secure: neighbours, threshold and what a round survives, if it is a secure sum (evaluations then come with it).
     steps: K on the node whose data was measured, None if no data is here. step_seconds: one local step here.
     """
 
@@ -39,6 +42,7 @@ class Forecast:
     evaluation: int
     steps: int | None = None
     step_seconds: float | None = None
+    secure: Parameters | None = None
 
     @property
     def train_seconds(self) -> float | None:
@@ -114,13 +118,20 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
     # The last round's broadcast: a warm start sends less before.
     broadcast = algorithm.broadcast(replace(algorithm.initial(layout, start), round=config.rounds))
     cohort = min(nodes, config.cohort.size or nodes)
+    up = sum(layout.size(kind) * layout.dtype(kind).itemsize for kind in algorithm.sends(layout).values())
+    parameters = None
+    if config.secure_sum.enabled:
+        parameters = config.secure_sum.parameters(cohort)
+        summed = build_sum(config.algorithm).summed(layout, config.local)
+        up = packed_size(sum(layout.size(kind) for kind in summed.values()), config.secure_sum.bits)
     result = Forecast(
         parameters=layout.size(Kind.TRAINABLE),
         buffers=layout.size(Kind.STATISTIC),
         cohort=cohort,
         down=sum(vector.nbytes for vector in broadcast.values()),
-        up=sum(layout.size(kind) * layout.dtype(kind).itemsize for kind in algorithm.sends(layout).values()),
-        evaluation=sum(vector.nbytes for vector in start.values()),
+        up=up,
+        evaluation=0 if parameters else sum(vector.nbytes for vector in start.values()),
+        secure=parameters,
     )
     if data_config is None:
         return result

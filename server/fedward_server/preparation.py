@@ -55,6 +55,8 @@ class Preparation:
     clock: Clock
     log: EventLog
     should_stop: Callable[[], bool]
+    hear: Callable[[str, Reply], None] = lambda name, reply: None
+    """Is told every reply of a node that is ready."""
     ready: set[str] = field(default_factory=set)
     _ask_seconds: float = _ASK
     _failures: dict[str, Failure] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class Preparation:
         if reply.failure is None and reply.purpose is Purpose.PREPARE:
             self.ready.add(name)
             self._failures.pop(name, None)
+            self.hear(name, reply)
         elif reply.failure is not None and (reply.purpose is Purpose.PREPARE or reply.failure.reason in _REFUSALS):
             self.ready.discard(name)
             self._failures[name] = reply.failure

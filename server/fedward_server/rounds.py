@@ -14,32 +14,24 @@ from typing import Any
 
 from fedward_common.algorithms.base import MODEL, STATISTIC, Cohort, ServerState, SumAlgorithm
 from fedward_common.config import RunConfig
-from fedward_common.errors import FedwardError, UpdateError
+from fedward_common.errors import FedwardError
 from fedward_common.messages import Failure, Purpose, Request, Stamp
-from fedward_common.update import Layout, Update, Vectors, all_finite
+from fedward_common.update import Layout, Vectors, all_finite
 
 from fedward_server import evaluation
 from fedward_server.aggregation import averages
-from fedward_server.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from fedward_server.evaluation import Central, Evaluation
+from fedward_server.checkpoint import Checkpoint, CheckpointError, Checkpoints, Standing
+from fedward_server.collecting import Collector, Gathered, RoundFailed
+from fedward_server.evaluation import Central, Evaluation, Means
 from fedward_server.events import EventLog, read_events
 from fedward_server.fencing import Fenced
-from fedward_server.gathering import Gathering, Shapes
 from fedward_server.paths import RunPaths
 from fedward_server.preparation import GRACE, Preparation, StopRequested
 from fedward_server.selection import Members, Selection, draw
-from fedward_server.transport import Clock, Deadline, Transport
+from fedward_server.transport import Clock, Transport
 
 _ATTEMPTS = 2**20  # more than there can be attempts at one round in one epoch
 _FAREWELL = 30.0  # seconds for the nodes to answer FINISH; one that does not hear it loses nothing
-
-
-class RoundFailed(FedwardError):
-    """A round ended without a new model. `failures`: the nodes that were asked and why each did not contribute."""
-
-    def __init__(self, reason: str, failures: Mapping[str, Failure]) -> None:
-        super().__init__(reason)
-        self.failures = failures
 
 
 @dataclass(frozen=True)
@@ -65,6 +57,7 @@ class Rounds:
     layout: Layout
     initial: Vectors
     transport: Transport
+    collector: Collector
     paths: RunPaths
     epoch: int
     log: EventLog
@@ -85,6 +78,7 @@ class Rounds:
             self.clock,
             self.log,
             self._stopped,
+            self.collector.hear,
         )
 
     def run(self) -> Outcome:
@@ -108,6 +102,8 @@ class Rounds:
                 if self._stopped():
                     raise StopRequested
                 now = self._next_round(now)
+            if now.round:
+                now = self._evaluate_last(now)
         except StopRequested:
             status, reason = "stopped", f"asked to stop after round {now.round if now else 0}"
         except Fenced:
@@ -220,26 +216,29 @@ class Rounds:
         """One attempt at a round, evaluation included: the next checkpoint, not yet written. Raises `RoundFailed`."""
         began, moved = self.clock.now(), self.transport.bytes_moved()
         selection = self._select(now, stamp.round)
-        gathering, mean = self._train(now, selection, stamp)
-        state = self._step(now, selection, gathering, mean, stamp.round)
+        gathered = self._train(now, selection, stamp)
+        state = self._step(now, selection, gathered, stamp.round)
         judged = self._evaluate(state, stamp)
-        standing = evaluation.judge(now.standing, self.config.evaluation, stamp.round, judged.main)
+        standing = self._judged(now, gathered.of_broadcast, stamp.round, judged.main)
         down, up = (after - before for after, before in zip(self.transport.bytes_moved(), moved, strict=True))
         event = {
             "round": stamp.round,
             "of": self.config.rounds,
             "cohort": list(selection.cohort),
-            "replies": sorted(gathering.replies),
-            "failures": _texts({**selection.passed_over, **gathering.failures}),
-            "weight": mean.weight,
-            "train": averages(mean.metrics),
+            "replies": sorted(gathered.replies),
+            "failures": _texts({**selection.passed_over, **gathered.failures}),
+            "weight": gathered.mean.weight,
+            "train": averages(gathered.mean.metrics),
             "evaluate": judged.nodes,
             "holdout": judged.holdout,
             "central": judged.central,
             "bytes_down": down,
             "bytes_up": up,
             "seconds": round(self.clock.now() - began, 3),
+            **gathered.told,
         }
+        if gathered.of_broadcast is not None:
+            event["round_before"] = {"round": now.round, "evaluate": gathered.of_broadcast}
         if judged.failures:
             event["evaluate_failures"] = _texts(judged.failures)
         index = {name: i for i, name in enumerate(now.enrolled)}
@@ -248,11 +247,21 @@ class Rounds:
             epoch=self.epoch,
             state=state,
             present=self._present(),
-            included={**now.included, **dict.fromkeys(gathering.replies, stamp)},
+            included={**now.included, **dict.fromkeys(gathered.replies, stamp)},
             cohorts=(*now.cohorts, tuple(index[name] for name in selection.cohort)),
             standing=standing,
             event=event,
+            scales=gathered.scales,
         )
+
+    def _judged(self, now: Checkpoint, of_broadcast: Means, round_: int, of_new: Means) -> Standing:
+        """The standing with what is known of the model that was broadcast, or else of the new one."""
+        options = self.config.evaluation
+        if of_broadcast is not None:
+            return evaluation.judge(now.standing, options, now.round, of_broadcast)
+        if self.config.secure_sum.enabled and options.every > 0:
+            return now.standing  # the next round brings the nodes' figures
+        return evaluation.judge(now.standing, options, round_, of_new)
 
     def _select(self, now: Checkpoint, round_: int) -> Selection:
         self._preparation.look()
@@ -264,56 +273,57 @@ class Rounds:
             raise RoundFailed("no node of the run can be asked", selection.passed_over)
         return selection
 
-    def _train(self, now: Checkpoint, selection: Selection, stamp: Stamp) -> tuple[Gathering, Update]:
-        """Gather the cohort's updates and their mean."""
+    def _train(self, now: Checkpoint, selection: Selection, stamp: Stamp) -> Gathered:
+        """The cohort's mean update."""
         broadcast = self.algorithm.broadcast(now.state)
         requests = {
             name: Request(Purpose.TRAIN, self._run, stamp.round, stamp.attempt, broadcast, now.included.get(name))
             for name in selection.cohort
         }
-        gathering = Gathering(requests, self._shapes(), self.config.cohort.max_weight)
-        deadline = Deadline(self.clock, self.config.cohort.deadline)
-        preparation = self._preparation
-        gathering.run(self.transport, deadline, preparation.requests(), preparation.note)
-        failures = {**selection.passed_over, **gathering.failures}
         quorum = self.config.cohort.quorum_of(len(selection.cohort))
-        if len(gathering.replies) < quorum:
-            raise RoundFailed(
-                f"{len(gathering.replies)} of {len(selection.cohort)} nodes contributed, the quorum is {quorum}",
-                failures,
-            )
+        preparation = self._preparation
         try:
-            return gathering, gathering.sum.mean()
-        except UpdateError as error:
-            raise RoundFailed(str(error), failures) from error
+            return self.collector.train(now, requests, preparation.requests(), preparation.note, quorum)
+        except RoundFailed as error:
+            raise RoundFailed(str(error), {**selection.passed_over, **error.failures}) from error
 
-    def _shapes(self) -> Shapes:
-        sends = self.algorithm.sends(self.layout)
-        return {group: (self.layout.size(kind), self.layout.dtype(kind)) for group, kind in sends.items()}
-
-    def _step(
-        self, now: Checkpoint, selection: Selection, gathering: Gathering, mean: Update, round_: int
-    ) -> ServerState:
-        counts = Cohort(round_, len(now.enrolled), len(selection.cohort), len(gathering.replies))
-        state = self.algorithm.server(now.state, mean, counts)
+    def _step(self, now: Checkpoint, selection: Selection, gathered: Gathered, round_: int) -> ServerState:
+        counts = Cohort(round_, len(now.enrolled), len(selection.cohort), len(gathered.replies))
+        state = self.algorithm.server(now.state, gathered.mean, counts)
         broken = [name for name, vector in state.vectors.items() if not all_finite(vector)]
         if broken:
-            raise RoundFailed(f"the server's step made values in {broken} that are not finite", gathering.failures)
+            raise RoundFailed(f"the server's step made values in {broken} that are not finite", gathered.failures)
         return state
 
     def _evaluate(self, state: ServerState, stamp: Stamp) -> Evaluation:
         options = self.config.evaluation
-        model = {name: state.vectors[name] for name in (MODEL, STATISTIC) if name in state.vectors}
         done = Evaluation()
         if evaluation.due(options, stamp.round, self.config.rounds):
-            seconds = self.config.cohort.deadline
-            request = Request(
-                Purpose.EVALUATE, self._run, stamp.round, stamp.attempt, model, settings={"seconds": seconds}
-            )
+            request = self._evaluation(state, stamp)
             nodes, holdout = self._preparation.trainable(), self._preparation.held_out()
-            done = evaluation.evaluate(self.transport, request, nodes, holdout, seconds)
+            done = self.collector.evaluate(request, nodes, holdout, self.config.cohort.deadline)
         if self.central is not None and options.central and stamp.round % max(1, options.every) == 0:
-            done = replace(done, central=averages(self.central(model)))
+            done = replace(done, central=averages(self.central(_model(state))))
+        return done
+
+    def _evaluation(self, state: ServerState, stamp: Stamp) -> Request:
+        settings = {"seconds": self.config.cohort.deadline}
+        return Request(Purpose.EVALUATE, self._run, stamp.round, stamp.attempt, _model(state), settings=settings)
+
+    def _evaluate_last(self, now: Checkpoint) -> Checkpoint:
+        """The nodes' figures for a last model that no round starts from."""
+        options, last = self.config.evaluation, now.event or {}
+        if not evaluation.due(options, now.round, self.config.rounds) or last.get("evaluate"):
+            return now
+        self._preparation.look()
+        request = self._evaluation(now.state, Stamp(now.round, self.epoch * _ATTEMPTS + _ATTEMPTS - 1))
+        means = self.collector.evaluate_last(request, self._preparation.trainable(), self.config.cohort.deadline)
+        if means is None:
+            return now
+        standing = evaluation.judge(now.standing, options, now.round, means)
+        done = replace(now, standing=standing, event={**last, "evaluate": means}, epoch=self.epoch)
+        self._checkpoints.write(done)
+        self.log.append("evaluation", round=now.round, evaluate=means)
         return done
 
     def _farewell(self, now: Checkpoint | None, status: str) -> None:
@@ -346,6 +356,10 @@ class Rounds:
             seconds=round(self.clock.now() - started, 3),
         )
         return Outcome(status, reason, ServerState(self.initial) if now is None else now.state, best)
+
+
+def _model(state: ServerState) -> Vectors:
+    return {name: state.vectors[name] for name in (MODEL, STATISTIC) if name in state.vectors}
 
 
 def _texts(failures: Mapping[str, Failure]) -> dict[str, str]:

@@ -16,14 +16,13 @@ from anyio import to_thread
 from fastapi import FastAPI
 from fedward_common.errors import FedwardError
 from fedward_common.files import owner_folder
-from fedward_common.roster import Roster, open_roster, read_roster
-from fedward_common.signing import load_private
 
 from fedward_server import logs
 from fedward_server.authority import open_server
 from fedward_server.control import Control
 from fedward_server.enrolment import Enrolment, NodeControl
 from fedward_server.paths import ServerPaths
+from fedward_server.publication import read_signed
 from fedward_server.readiness import check_parts
 from fedward_server.runs import FlowerControl, RunManager
 from fedward_server.settings import Settings
@@ -43,12 +42,6 @@ log = logging.getLogger(__name__)
 
 class SuperLinkControl(NodeControl, FlowerControl, Protocol):
     """What the service needs of the SuperLink."""
-
-
-def roster_reader(paths: ServerPaths) -> Callable[[], Roster]:
-    """Reads the federation's present roster and verifies it."""
-    authority = load_private(paths.roster_key).public_key()
-    return lambda: open_roster(read_roster(paths.roster), authority)
 
 
 async def keep_membership(reconcile: Callable[[], int], pause: float = RECONCILE) -> None:
@@ -80,7 +73,9 @@ def build(
     supervisor: the process that started this one and the SuperLink.
     """
     enrolment = Enrolment(paths, settings, store, control)
-    manager = RunManager(paths, store, control, roster_reader(paths), enrolment.reconcile, settings.max_runs)
+    manager = RunManager(
+        paths, store, control, lambda: read_signed(paths), enrolment.reconcile, settings.max_runs
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

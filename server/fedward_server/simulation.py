@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, TaskError
 from fedward_common.local import Done, LocalRunner, Work
 from fedward_common.messages import Failure, Reason, Reply, Request
 from fedward_common.node import MemoryStore, Participant, StateStore
-from fedward_common.task import Task
+from fedward_common.roster import Roster, RosterNode
+from fedward_common.secure import SecureParticipant, Standing
+from fedward_common.signing import generate, public_text
+from fedward_common.task import Task, metric_names
 from fedward_common.update import Vectors
 
 from fedward_server.checkpoint import Checkpoints
+from fedward_server.collecting import Collector, PlainCollector, SecureCollector
 from fedward_server.events import EventLog
 from fedward_server.fencing import read_owner
 from fedward_server.paths import RunPaths
 from fedward_server.rounds import Outcome, Rounds
-from fedward_server.transport import Clock, Deadline, Peer
+from fedward_server.transport import Clock, Deadline, Peer, never
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,11 +78,13 @@ class MemoryTransport:
         """Every node that the faults leave reachable."""
         return [Peer(name, self._tags) for name in self._nodes if self._faults.online(name)]
 
-    def exchange(self, requests: Mapping[str, Request], seconds: float) -> Iterator[tuple[str, Reply]]:
+    def exchange(
+        self, requests: Mapping[str, Request], seconds: float, over: Callable[[], bool] = never
+    ) -> Iterator[tuple[str, Reply]]:
         """See `Transport`. A handler that raises is logged and answers with a failure."""
         deadline = Deadline(self._clock, seconds)
         for name in self._faults.order(list(requests)):
-            if deadline.over:
+            if deadline.over or over():
                 return
             request = requests[name]
             if not self._faults.online(name) or not self._faults.delivers(name, request):
@@ -109,21 +118,48 @@ def _bytes(vectors: Vectors) -> int:
 class RunnerPool:
     """The runners of many nodes, made when first needed; at most `keep` of them (model and data) in memory."""
 
-    def __init__(self, make: Callable[[str], LocalRunner], layout: str, keep: int) -> None:
+    def __init__(self, make: Callable[[str], LocalRunner], prepared: Done, keep: int) -> None:
         self._make = make
-        self._layout = layout
+        self._prepared = prepared
         self._keep = keep
         self._runners: OrderedDict[str, LocalRunner] = OrderedDict()
 
     def do(self, node: str, work: Work) -> Done:
         """Do a node's work. Preparing is free: all nodes share one task, whose layout is known."""
         if work.op == "prepare":
-            return Done(info={"layout": self._layout})
+            return self._prepared
         runner = self._runners.pop(node, None) or self._make(node)
         self._runners[node] = runner
         while len(self._runners) > self._keep:
             self._runners.popitem(last=False)
         return runner.do(work)
+
+
+@dataclass(frozen=True)
+class _Federation:
+    """Identities of simulated nodes, as enrolment would give them."""
+
+    roster: Roster
+    identities: Mapping[str, Ed25519PrivateKey]
+
+    @classmethod
+    def of(cls, names: tuple[str, ...]) -> _Federation:
+        identities = {name: generate() for name in names}
+        nodes = tuple(
+            RosterNode(
+                name=name,
+                node_id=hashlib.sha256(name.encode()).hexdigest()[:32],
+                flower_id=None,
+                identity=public_text(identity),
+            )
+            for name, identity in identities.items()
+        )
+        return cls(Roster(version=1, federation="simulation", nodes=nodes), identities)
+
+    def standing(self, name: str) -> Standing:
+        node = self.roster.node(name)
+        assert node is not None
+        return Standing(node.id_bytes, self.identities[name], lambda: self.roster, 2)
 
 
 def simulated_clock() -> Clock:
@@ -187,21 +223,37 @@ def simulate(
     configs = node_data(config, nodes, base)
     server = LocalRunner(config, task, "server", base, device)
     first = {**server.do(Work("initial")).vectors, **(initial or {})}
-    pool = RunnerPool(
-        lambda name: LocalRunner(config, task, name, configs[name], device), server.layout.to_json(), keep
-    )
+    prepared = Done(info={"layout": server.layout.to_json(), "metric_names": metric_names(task)})
+    pool = RunnerPool(lambda name: LocalRunner(config, task, name, configs[name], device), prepared, keep)
+
+    federation = _Federation.of(tuple(configs))
 
     def participant(name: str) -> Handler:
-        return Participant(config, store(name), lambda work: pool.do(name, work)).handle
+        def execute(work: Work) -> Done:
+            return pool.do(name, work)
+
+        if not config.secure_sum.enabled:
+            return Participant(config, store(name), execute).handle
+        return SecureParticipant(paths.root.name, config, store(name), execute, federation.standing(name)).handle
 
     clock = simulated_clock()
     algorithm = build_sum(config.algorithm)
+    transport = MemoryTransport(
+        {name: participant(name) for name in configs}, config.cohort.tags, faults, clock
+    )
+    collector: Collector = PlainCollector(config, algorithm, server.layout, transport, clock)
+    if config.secure_sum.enabled:
+        names = metric_names(task)
+        collector = SecureCollector.over(
+            transport, clock, paths.root.name, config, algorithm, server.layout, names, lambda: federation.roster
+        )
     return Rounds(
         config,
         algorithm,
         server.layout,
         first,
-        MemoryTransport({name: participant(name) for name in configs}, config.cohort.tags, faults, clock),
+        transport,
+        collector,
         paths,
         epoch if epoch is not None else _next_epoch(paths),
         log or EventLog(paths.events),

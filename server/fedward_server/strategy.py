@@ -24,11 +24,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedward_server.checkpoint import COUNTER
+from fedward_server.collecting import PlainCollector
 from fedward_server.events import EventLog, read_events
 from fedward_server.grid import FlowerTransport, NumberedDirectory
 from fedward_server.paths import RunPaths
 from fedward_server.rounds import Rounds
-from fedward_server.transport import Peer, Transport
+from fedward_server.transport import Clock, Peer, Transport, never
 
 _KINDS = {MODEL: Kind.TRAINABLE, STATISTIC: Kind.STATISTIC, COUNTER: Kind.COUNTER}
 
@@ -41,6 +42,11 @@ class Fedward(Strategy):
     """
 
     def __init__(self, config: RunConfig, task: Task, work_dir: Path | None = None, epoch: int = 1) -> None:
+        if config.secure_sum.enabled:
+            raise ConfigError(
+                "secure_sum.enabled = true: nodes of a stock SuperLink have no enrolled identity and keep no secrets "
+                "between messages. Set secure_sum.enabled = false here, or run it with 'fedward run start'."
+            )
         self._config = config
         self._layout = Layout.of(task.model(), kinds_of(task))
         self._work_dir = work_dir
@@ -71,12 +77,16 @@ class Fedward(Strategy):
         root = self._work_dir if self._work_dir is not None else Path(tempfile.mkdtemp(prefix="fedward-"))
         paths = RunPaths(root / config.name)
         result = Result()
+        algorithm, clock = build_sum(config.algorithm), Clock()
+        transport = _WithConfig(FlowerTransport(grid, NumberedDirectory()), config)
         rounds = Rounds(
             config=config,
-            algorithm=build_sum(config.algorithm),
+            algorithm=algorithm,
             layout=self._layout,
             initial=vectors_of(self._layout, initial_arrays),
-            transport=_WithConfig(FlowerTransport(grid, NumberedDirectory()), config),
+            transport=transport,
+            collector=PlainCollector(config, algorithm, self._layout, transport, clock),
+            clock=clock,
             paths=paths,
             epoch=self._epoch,
             log=EventLog(paths.events),
@@ -144,10 +154,12 @@ class _WithConfig:
     def bytes_moved(self) -> tuple[int, int]:
         return self._inner.bytes_moved()
 
-    def exchange(self, requests: Mapping[str, Request], seconds: float) -> Iterator[tuple[str, Reply]]:
+    def exchange(
+        self, requests: Mapping[str, Request], seconds: float, over: Callable[[], bool] = never
+    ) -> Iterator[tuple[str, Reply]]:
         extra = {"config": self._config, "hold": False}
         told = {name: replace(request, settings={**request.settings, **extra}) for name, request in requests.items()}
-        return self._inner.exchange(told, seconds)
+        return self._inner.exchange(told, seconds, over)
 
 
 def vectors_of(layout: Layout, arrays: ArrayRecord) -> dict[str, Vector]:

@@ -47,11 +47,13 @@ class TaskHost:
         )
         self._worker = Worker(setup)
 
-    def initial(self, start: Path | None) -> tuple[Layout, Vectors]:
-        """The model's layout and initial vectors; `start` is a safetensors file to begin from, if given."""
+    def initial(self, start: Path | None) -> tuple[Layout, Vectors, tuple[str, ...]]:
+        """The model's layout, initial vectors, and the names of the task's metrics; `start` is a safetensors file to
+        begin from, if given."""
         done = self._worker.do(Work("initial"), _BUILD_SECONDS)
         layout = Layout.from_json(str(done.info["layout"]))
-        return layout, done.vectors if start is None else load_vectors(layout, start, done.vectors)
+        vectors = done.vectors if start is None else load_vectors(layout, start, done.vectors)
+        return layout, vectors, tuple(map(str, done.info["metric_names"]))
 
     def evaluate(self, round_: int, vectors: Vectors, seconds: float) -> Mapping[str, float]:
         """Metric sums of the global model on the task's central data."""

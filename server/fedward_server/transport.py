@@ -20,18 +20,26 @@ class Peer:
     tags: tuple[str, ...] = ()
 
 
+def never() -> bool:
+    """False."""
+    return False
+
+
 class Transport(Protocol):
     """Carries requests to nodes and brings their replies."""
 
     def online(self) -> list[Peer]:
         """The nodes that can be reached now, each once."""
 
-    def exchange(self, requests: Mapping[str, Request], seconds: float) -> Iterator[tuple[str, Reply]]:
+    def exchange(
+        self, requests: Mapping[str, Request], seconds: float, over: Callable[[], bool] = never
+    ) -> Iterator[tuple[str, Reply]]:
         """Send one request to each named node and yield each reply as it arrives, in any order.
 
-        Ends when all have answered or `seconds` are over; a node that was not yielded gave no reply. A bad node
-        never raises and never holds up another: it yields a `Reply` with a failure (also for a node known to be
-        gone before its time is up). The caller may stop iterating early: replies that come later are dropped.
+        Ends when all have answered, `seconds` are over, or `over()` says that the rest is not waited for; a node that
+        was not yielded gave no reply. A bad node never raises and never holds up another: it yields a `Reply` with a
+        failure (also for a node known to be gone before its time is up). The caller may stop iterating early: replies
+        that come later are dropped.
         A second exchange may run, from beginning to end, between two replies of a first one.
         """
 

@@ -37,6 +37,9 @@ name = "scaffold"
 lr = 0.1
 steps = 5
 
+[secure_sum]
+enabled = false
+
 [cohort]
 nodes = ["a", "b"]
 min_nodes = 2

@@ -125,7 +125,7 @@ class Federation:
         folder = self.root / name
         fedward(*shlex.split(line)[1:], "--dir", folder)
         self.join_data(name, data)
-        (folder / "policy.toml").write_text(policy or "approved_bundles_only = false\n")
+        (folder / "policy.toml").write_text(policy or "approved_bundles_only = false\nrequire_secure_sum = false\n")
         return folder
 
     def join_data(self, name: str, data: dict[str, Any]) -> None:

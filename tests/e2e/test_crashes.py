@@ -29,6 +29,9 @@ name = "scaffold"
 lr = 0.1
 steps = 5
 
+[secure_sum]
+enabled = false
+
 [cohort]
 nodes = ["a", "b", "c"]
 min_nodes = 3

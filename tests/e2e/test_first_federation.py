@@ -26,6 +26,9 @@ name = "scaffold"
 lr = 0.2
 steps = 10
 
+[secure_sum]
+enabled = false
+
 [cohort]
 min_nodes = 3
 nodes = ["a", "b", "c"]

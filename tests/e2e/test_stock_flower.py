@@ -39,6 +39,9 @@ name = "scaffold"
 lr = 0.2
 steps = 10
 
+[secure_sum]
+enabled = false
+
 [cohort]
 min_nodes = 2
 nodes = ["a", "b"]
@@ -118,6 +121,9 @@ name = "scaffold"
 lr = 0.2
 batch_size = 90
 steps = 5
+
+[secure_sum]
+enabled = false
 
 [cohort]
 min_nodes = 4

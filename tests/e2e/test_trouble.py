@@ -20,14 +20,18 @@ name = "fedavg"
 lr = 0.1
 steps = 5
 
+[secure_sum]
+enabled = false
+
 [cohort]
 quorum = 1
 min_nodes = {min_nodes}
 wait = 180
 deadline = {deadline}
 """
-STRICT = "approved_bundles_only = true\nmin_cohort = 1\n"
-LIMITS = "min_cohort = 1\napproved_bundles_only = false\nmax_memory_mb = 1200\nmax_seconds_per_round = 15\n"
+STRICT = "require_secure_sum = false\napproved_bundles_only = true\nmin_cohort = 1\n"
+OPEN = "approved_bundles_only = false\nrequire_secure_sum = false\n"
+LIMITS = f"{OPEN}min_cohort = 1\nmax_memory_mb = 1200\nmax_seconds_per_round = 15\n"
 
 
 def test_every_way_to_break_has_its_reason(federation: Federation) -> None:
@@ -88,7 +92,7 @@ def test_a_run_waits_for_the_bundles_approval(federation: Federation) -> None:
 
 
 def test_a_policys_refusal_reaches_the_data_scientist(federation: Federation) -> None:
-    federation.join("strict", {"site": 0}, policy="approved_bundles_only = false\nmax_steps = 2\n")
+    federation.join("strict", {"site": 0}, policy=f"{OPEN}max_steps = 2\n")
     federation.start_node("strict")
     run = federation.submit(RUN.format(top="", min_nodes=1, deadline=30).replace("wait = 180", "wait = 15"))
     end = federation.finished(run, 120)

@@ -17,6 +17,7 @@ GOOD: dict[str, Any] = {
     "rounds": 3,
     "algorithm": {"name": "scaffold"},
     "local": {"lr": 0.1, "steps": 5},
+    "secure_sum": {"enabled": False},
 }
 
 

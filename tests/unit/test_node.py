@@ -42,7 +42,10 @@ class Worker:
 
 def participant(algorithm="scaffold", worker=None, store=None):
     config = parse_config(
-        {"name": "t", "task": "t:T", "rounds": 1, "algorithm": {"name": algorithm}, "local": {"lr": 1, "steps": 1}}
+        {
+            "name": "t", "task": "t:T", "rounds": 1, "algorithm": {"name": algorithm},
+            "local": {"lr": 1, "steps": 1}, "secure_sum": {"enabled": False},
+        }
     )
     worker = worker or Worker(keeps=("c_i",) if algorithm == "scaffold" else ())
     store = store or MemoryStore()

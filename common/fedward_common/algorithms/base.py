@@ -145,6 +145,15 @@ class Algorithm(ABC, Generic[O]):
 class SumAlgorithm(Algorithm[O]):
     """The server needs a (weighted) mean only: runs under secure aggregation by construction."""
 
+    def summed(self, layout: Layout, local: LocalOptions) -> Mapping[str, Kind]:
+        """The groups of `sends` that a secure sum has to carry: what follows from the others' mean need not travel
+        (nor be released a second time). Where there is such a group, every node must do all its steps."""
+        return self.sends(layout)
+
+    def completed(self, server: ServerState, mean: Update, local: LocalOptions) -> Update:
+        """The mean of `summed` with the groups that follow from it."""
+        return mean
+
     @abstractmethod
     def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
         """The next server state (with `round` + 1) from the weighted mean of the cohort's updates.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from fedward_common.algorithms.base import (
     moved,
 )
 from fedward_common.algorithms.fedavg import ServerLR, advanced, changes
-from fedward_common.algorithms.training import Hook, Local, LocalOptions, gradient, gradients, tensors, train
+from fedward_common.algorithms.training import Hook, Local, LocalOptions, gradient, gradients, mass, tensors, train
 from fedward_common.update import Kind, Layout, Update, Vectors
 
 CONTROL = "c"
@@ -77,6 +78,22 @@ class Scaffold(SumAlgorithm[ScaffoldOptions]):
 
     def sends(self, layout: Layout) -> Mapping[str, Kind]:
         return {**super().sends(layout), DELTA_CONTROL: Kind.TRAINABLE}
+
+    def summed(self, layout: Layout, local: LocalOptions) -> Mapping[str, Kind]:
+        return super().sends(layout) if self._follows(local) else self.sends(layout)
+
+    def _follows(self, local: LocalOptions) -> bool:
+        # Option II with equal K: Δc_i = −c − Δ_i/m with one m for all, so mean Δc = −c − mean Δ / m.
+        return self.options.option == "II" and local.steps is not None and local.max_seconds is None
+
+    def completed(self, server: ServerState, mean: Update, local: LocalOptions) -> Update:
+        if not self._follows(local):
+            return mean
+        delta_c = np.zeros_like(mean.groups[DELTA])
+        if server.round >= self.options.warm_start_rounds:
+            delta_c -= server.vectors[CONTROL]
+            delta_c -= mean.groups[DELTA] / mass(local)
+        return replace(mean, groups={**mean.groups, DELTA_CONTROL: delta_c})
 
     def client(self, local: Local, message: Vectors, state: Vectors) -> tuple[Update, Vectors]:
         c_i = state[NODE_CONTROL]

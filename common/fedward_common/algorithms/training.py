@@ -208,6 +208,16 @@ def gradient(local: Local, at: Vectors) -> Vector:
     return local.layout.pack(named, Kind.TRAINABLE)
 
 
+def mass(options: LocalOptions) -> float:
+    """`Trained.mass` of a training that does all of its `options.steps`."""
+    assert options.steps is not None
+    total, weight = 0.0, 0.0
+    for _ in range(options.steps):
+        weight = options.momentum * weight + 1.0
+        total += options.lr * weight
+    return total
+
+
 def gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients of `parameters`, to be changed in place."""
     return [parameter.grad for parameter in parameters]  # type: ignore[misc]

@@ -14,6 +14,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Digits:
+    metric_names = ("accuracy",)
+
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 

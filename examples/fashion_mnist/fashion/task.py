@@ -18,6 +18,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Fashion:
+    metric_names = ("accuracy",)
+
     def model(self) -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU(),

@@ -15,11 +15,10 @@ from typing import Annotated
 import typer
 from fedward_common.errors import ConfigError, FedwardError
 from fedward_common.http import Service, ServiceError, Unreachable
-from rich.console import Console
+from fedward_common.signing import key_id, public_text, read_public
 from rich.table import Table
 
 from fedward_server.authority import (
-    ROSTER_NUMBER,
     add_scientist,
     ca_sha256,
     init,
@@ -27,22 +26,36 @@ from fedward_server.authority import (
     server_certificate_end,
     write_server_certificate,
 )
+from fedward_server.commands.options import Directory, console, server_paths
+from fedward_server.commands.roster import app as roster_app
+from fedward_server.commands.roster import waits
 from fedward_server.enrolment import ControlNode, Enrolment, NodeControl, check_name, invite
 from fedward_server.paths import ServerPaths
+from fedward_server.publication import (
+    ROSTER_NUMBER,
+    authority_key,
+    key_is_apart,
+    signed_roster,
+    waiting_roster,
+)
 from fedward_server.settings import Settings, make_settings
-from fedward_server.store import LIVE_RUNS, NodeStatus, active_nodes, all_nodes, current_number, list_runs, scientists
+from fedward_server.store import (
+    LIVE_RUNS,
+    NodeStatus,
+    Store,
+    active_nodes,
+    all_nodes,
+    current_number,
+    list_runs,
+    scientists,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Set up and run the server; invite nodes.", add_completion=False)
 node_app = typer.Typer(no_args_is_help=True, help="Enrolled nodes.")
 scientist_app = typer.Typer(no_args_is_help=True, help="Data scientists: who may start runs.")
 app.add_typer(node_app, name="node")
 app.add_typer(scientist_app, name="scientist")
-
-console = Console(highlight=False, soft_wrap=True)
-
-Directory = Annotated[
-    Path | None, typer.Option("--dir", help="state directory; else $FEDWARD_SERVER_STATE, ./fedward-server")
-]
+app.add_typer(roster_app, name="roster")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_TTL = 30 * 86400
@@ -57,10 +70,6 @@ def parse_ttl(text: str) -> int:
     return seconds
 
 
-def _paths(directory: Path | None) -> ServerPaths:
-    return ServerPaths.default() if directory is None else ServerPaths(directory.resolve())
-
-
 @app.command("init")
 def init_command(
     name: Annotated[str, typer.Option(help="host name or address that nodes use to reach this server")],
@@ -70,10 +79,18 @@ def init_command(
     fleet_port: Annotated[int, typer.Option(help="gRPC link of the nodes")] = 9092,
     service_port: Annotated[int, typer.Option(help="enrolment and runs (HTTPS)")] = 8443,
     control_port: Annotated[int, typer.Option(help="Flower's Control API, loopback only")] = 8000,
+    authority: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PUBLIC_KEY",
+            help="sign the roster elsewhere: the public key that 'fedward authority init' printed, or its file",
+        ),
+    ] = None,
     directory: Directory = None,
 ) -> None:
     """Make CA, server certificate, store and a first credential. A second time changes nothing."""
-    paths = _paths(directory)
+    paths = server_paths(directory)
+    elsewhere = read_public(authority) if authority is not None else None
     settings = make_settings(
         name=name,
         sans=san or [],
@@ -81,16 +98,23 @@ def init_command(
         service_port=service_port,
         control_port=control_port,
     )
-    if not init(paths, settings):
+    if not init(paths, settings, elsewhere):
         present, store = open_server(paths)
         store.close()
         console.print(f"{paths.root} is a server already ({present.name}); nothing has been changed.")
+        asked = public_text(elsewhere) if elsewhere is not None else None
+        signer = public_text(authority_key(paths))
+        if asked != (signer if key_is_apart(paths) else None):
+            console.print(f"Its roster is signed by the key {signer} {_where(paths)}, not as you asked for.")
         if present != settings:
             console.print(f"Its settings differ from what you asked for: see {paths.settings}.")
         return
     console.print(f"Server {settings.name} is ready in {paths.root} (readable by you only).")
     console.print(f"CA SHA-256   {ca_sha256(paths)}")
     console.print(f"Credential   {paths.credential}  (starts runs: keep it like a password)")
+    if elsewhere is not None:
+        console.print(f"Authority    {key_id(elsewhere)}, not here. Before the first invitation it signs the roster:")
+        console.print("Next: 'fedward server roster export', there 'fedward authority sign', here '… roster install'.")
     console.print("Next: 'fedward server up', then 'fedward server invite NAME'.")
 
 
@@ -99,7 +123,7 @@ def up(directory: Directory = None) -> None:
     """Run the server until SIGTERM or Ctrl-C."""
     from fedward_server.supervisor import up as run_up
 
-    raise typer.Exit(run_up(_paths(directory)))
+    raise typer.Exit(run_up(server_paths(directory)))
 
 
 @app.command("invite")
@@ -110,7 +134,7 @@ def invite_command(
     directory: Directory = None,
 ) -> None:
     """Print the command with which one node joins, once."""
-    paths = _paths(directory)
+    paths = server_paths(directory)
     seconds = parse_ttl(ttl)
     settings, store = open_server(paths)
     token = invite(paths, store, name, seconds, tag or [])
@@ -124,12 +148,14 @@ def invite_command(
 @app.command()
 def status(directory: Directory = None) -> None:
     """What this server is and how it stands."""
-    paths = _paths(directory)
+    paths = server_paths(directory)
     settings, store = open_server(paths)
     with store.transaction() as session:
         nodes, people = active_nodes(session), scientists(session)
         version = current_number(session, ROSTER_NUMBER)
         runs = Counter(run.status for run in list_runs(session))
+    signed = signed_roster(paths)
+    waiting = waiting_roster(paths, settings, store)
     store.close()
     table = Table(show_header=False, box=None)
     end = server_certificate_end(paths)
@@ -140,11 +166,25 @@ def status(directory: Directory = None) -> None:
         ("CA SHA-256", ca_sha256(paths)),
         ("Certificate", f"until {end:%Y-%m-%d}, for {', '.join(settings.hosts)}"),
         ("Roster", f"version {version}: {len(nodes)} nodes, {len(people)} data scientists"),
+        ("Authority", f"{key_id(authority_key(paths))} {_where(paths)}"),
         ("Live runs", live),
         ("Up", _readiness(settings, paths)),
     ):
         table.add_row(key, value)
     console.print(table)
+    if waiting is not None:
+        console.print(waits(waiting.version))
+        console.print(f"Nodes know version {signed.version}." if signed is not None else "Nodes know no roster yet.")
+
+
+def _where(paths: ServerPaths) -> str:
+    return "on another machine" if key_is_apart(paths) else "on this server"
+
+
+def _tell_what_waits(paths: ServerPaths, settings: Settings, store: Store) -> None:
+    waiting = waiting_roster(paths, settings, store)
+    if waiting is not None:
+        console.print(waits(waiting.version))
 
 
 def _readiness(settings: Settings, paths: ServerPaths) -> str:
@@ -161,7 +201,7 @@ def _readiness(settings: Settings, paths: ServerPaths) -> str:
 @app.command()
 def renew(directory: Directory = None) -> None:
     """Renew the server certificate for another year, with the names that server.toml has now."""
-    paths = _paths(directory)
+    paths = server_paths(directory)
     settings, store = open_server(paths)
     store.close()
     end = write_server_certificate(paths, settings)
@@ -174,7 +214,7 @@ def list_nodes(
     directory: Directory = None,
 ) -> None:
     """Enrolled nodes and their links."""
-    paths = _paths(directory)
+    paths = server_paths(directory)
     settings, store = open_server(paths)
     with store.transaction() as session:
         nodes = all_nodes(session) if everything else active_nodes(session)
@@ -212,14 +252,15 @@ def _control(paths: ServerPaths, settings: Settings) -> NodeControl:
 @node_app.command("revoke")
 def revoke(name: Annotated[str, typer.Argument(help="name of the node")], directory: Directory = None) -> None:
     """Put a node out at once. Its keys can never come back."""
-    paths = _paths(directory)
+    paths = server_paths(directory)
     settings, store = open_server(paths)
     cut = Enrolment(paths, settings, store, _control(paths, settings)).revoke(name)
-    store.close()
     if cut:
         console.print(f"{name} is revoked and its link is cut.")
     else:
         console.print(f"{name} is revoked. The SuperLink is not up: its link is refused as soon as it is.")
+    _tell_what_waits(paths, settings, store)
+    store.close()
 
 
 @scientist_app.command("add")
@@ -229,8 +270,9 @@ def scientist_add(
     directory: Directory = None,
 ) -> None:
     """Enter a data scientist and write a credential that may start runs."""
-    paths = _paths(directory)
+    paths = server_paths(directory)
     settings, store = open_server(paths)
     add_scientist(paths, settings, store, check_name(name), output)
-    store.close()
     console.print(f"Credential for {name} written to {output}. Hand it over safely: it may start runs.")
+    _tell_what_waits(paths, settings, store)
+    store.close()

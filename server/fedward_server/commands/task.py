@@ -150,9 +150,17 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
     line("parameters", f"{cost.parameters:,}{buffers}")
     line("down", f"{megabytes(cost.down)} MB a node, {megabytes(cost.down * cost.cohort)} MB a round")
     line("up", f"{megabytes(cost.up)} MB a node, {megabytes(cost.up * cost.cohort)} MB a round")
+    secure = cost.secure
+    if secure is None:
+        line("secure sum", "off: the server sees each node's update, weight and metrics")
+    else:
+        graph = "all with all" if secure.complete else f"{secure.holders} neighbours a node (k)"
+        survives = f"survives {secure.n - secure.survivors} drop-outs and {secure.colluders} colluding nodes"
+        line("secure sum", f"{secure.n} nodes, {graph}, threshold {secure.threshold} (t): {survives} a round")
     if config.evaluation.every:
         every = "every round" if config.evaluation.every == 1 else f"every {config.evaluation.every} rounds"
-        line("evaluation", f"{megabytes(cost.evaluation)} MB down a node, {every}")
+        cost_down = f"{megabytes(cost.evaluation)} MB down a node" if cost.evaluation else "with the next round's sum"
+        line("evaluation", f"{cost_down}, {every}")
     if cost.train_seconds is None or cost.step_seconds is None:
         line("training", "not measured: no node's data is here (give --data)")
     else:

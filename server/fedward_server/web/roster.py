@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fedward_common.errors import FedwardError
-from fedward_common.roster import read_roster
 
+from fedward_server.publication import no_roster, signed_envelope
 from fedward_server.store import active_nodes
 from fedward_server.web.auth import ByScientist
 
@@ -19,7 +19,10 @@ router = APIRouter()
 @router.get("/roster")
 def roster(request: Request) -> dict[str, Any]:
     """The signed roster."""
-    return read_roster(request.app.state.paths.roster)
+    envelope = signed_envelope(request.app.state.paths)
+    if envelope is None:
+        raise no_roster()
+    return envelope
 
 
 @router.get("/nodes")

@@ -24,6 +24,7 @@ torch.set_num_threads(1)
 
 def configure(algorithm: Mapping[str, Any] | str, local: Mapping[str, Any], **more: Any) -> RunConfig:
     table = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
+    more = {"secure_sum": {"enabled": False}, **more}
     return parse_config(
         {"name": "test", "task": "tests:Task", "rounds": 1, "algorithm": table, "local": dict(local), **more}
     )

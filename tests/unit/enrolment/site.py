@@ -14,16 +14,17 @@ from typing import Any
 
 import httpx
 import uvicorn
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedward_client.enrol import Enrolled, join
 from fedward_common.credential import Credential
 from fedward_common.enrolment import JoinToken
 from fedward_common.errors import FedwardError
 from fedward_common.http import Service, pinned
 from fedward_common.roster import Roster, open_roster, read_roster
-from fedward_common.signing import load_private
 from fedward_server.authority import init, open_server
 from fedward_server.enrolment import Enrolment, invite
 from fedward_server.paths import ServerPaths
+from fedward_server.publication import authority_key
 from fedward_server.settings import make_settings
 from fedward_server.store import audit_lines
 from fedward_server.web.app import create_app
@@ -110,11 +111,12 @@ def serving(app: ASGIApp, port: int, certificate: Path, key: Path) -> Any:
 class Site:
     """A server and its folder of nodes."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, authority: Ed25519PublicKey | None = None) -> None:
+        """authority: the key that signs the roster elsewhere; else the server does."""
         self.root = root
         self.paths = ServerPaths(root / "server")
         self.port = free_port()
-        init(self.paths, make_settings(name="localhost", service_port=self.port))
+        init(self.paths, make_settings(name="localhost", service_port=self.port), authority)
         self.settings, self.store = open_server(self.paths)
         self.control = FakeControl()
         self.now: Callable[[], float] = time.time
@@ -136,7 +138,7 @@ class Site:
             return [{"actor": line.actor, **line.detail} for line in audit_lines(session) if line.action == action]
 
     def roster(self) -> Roster:
-        return open_roster(read_roster(self.paths.roster), load_private(self.paths.roster_key).public_key())
+        return open_roster(read_roster(self.paths.roster), authority_key(self.paths))
 
     def scientist(self) -> Service:
         credential = Credential.load(self.paths.credential)

@@ -201,7 +201,10 @@ def test_the_guard_journals_before_the_first_byte_leaves(
     def link(traffic: Traffic) -> Link:
         return Link(fleet.address, fleet.ca, fleet.key, NODE, traffic)
 
-    member = SimpleNamespace(paths=paths, name="a", server="s", node_id="n", roster=lambda: None, link=link)
+    member = SimpleNamespace(
+        paths=paths, name="a", server="s", node_id="n", roster=lambda: None, link=link,
+        listed=lambda: True, pending=lambda: [],
+    )  # fmt: skip
     guard = Guard(member, NodeSettings(), Policy())  # type: ignore[arg-type]
     on_disk: list[bool] = []
 

@@ -24,8 +24,12 @@ MANIFEST = Manifest.make("a" * 32, CONFIG, b"a bundle", None, "ada")
 class Answers:
     """A participant with one answer."""
 
-    def __init__(self, reply: Reply | None) -> None:
+    def __init__(self, reply: Reply | None, protections: tuple[str, ...]) -> None:
         self._reply = reply
+        self._protections = protections
+
+    def protections(self, reply: Reply) -> tuple[str, ...]:
+        return self._protections if reply.vectors else ()
 
     def handle(self, request: Request) -> Reply:
         if self._reply is None:
@@ -33,10 +37,12 @@ class Answers:
         return self._reply
 
 
-def session(tmp_path: Path, reply: Reply | None = None, **more: tuple[str, ...]) -> Session:
-    participant = Answers(reply)
+def session(
+    tmp_path: Path, reply: Reply | None = None, protections: tuple[str, ...] = ("update-gate",)
+) -> Session:
+    participant = Answers(reply, protections)
     admitted = Admitted(MANIFEST, CONFIG)
-    return Session(admitted, participant, Policy(min_cohort=3), Incidents(tmp_path), lambda: None, **more)  # type: ignore[arg-type]
+    return Session(admitted, participant, Policy(min_cohort=3), Incidents(tmp_path), lambda: None)  # type: ignore[arg-type]
 
 
 def test_an_answer(tmp_path: Path) -> None:

@@ -12,12 +12,15 @@ from fedward_common.errors import ConfigError
 from fedward_common.messages import Purpose, Reason, Request
 
 
-def config(algorithm: str = "fedavg", tags: tuple[str, ...] = (), **local: Any) -> RunConfig:
+def config(
+    algorithm: str = "fedavg", tags: tuple[str, ...] = (), secure: bool = True, **local: Any
+) -> RunConfig:
     local = local or {"steps": 1}
     return parse_config(
         {
             "name": "r", "task": "a:B", "rounds": 1, "algorithm": {"name": algorithm},
             "local": {"lr": 0.1, **local}, "tags": list(tags),
+            "secure_sum": {"enabled": secure},
         }
     )  # fmt: skip
 
@@ -40,6 +43,7 @@ def rules(policy: str, run: RunConfig) -> list[str]:
         ('run_tags = ["cancer"]', config(), 'run_tags = ["cancer"], the run has []', config(tags=("cancer",))),
         ("max_seconds_per_round = 60", config(steps=1, max_seconds=90),
          "max_seconds_per_round = 60, the run asks for 90", config(steps=1, max_seconds=60)),
+        ("", config(secure=False), "require_secure_sum = true, the run has secure_sum.enabled = false", config()),
     ],
 )  # fmt: skip
 def test_a_run_that_breaks_a_rule_hears_it(policy, refused, rule, allowed) -> None:
@@ -92,10 +96,11 @@ def test_the_strict_defaults() -> None:
 def test_the_default_file_says_the_defaults_and_names_every_key() -> None:
     text = default_policy_toml()
     assert parse_policy(text) == Policy()
-    assert set(tomllib.loads(text)) == set(Policy.model_fields) - {"max_memory_mb"}
+    assert set(tomllib.loads(text)) == set(Policy.model_fields) - {"max_memory_mb", "pinned_roster"}
     assert all(name in text for name in Policy.model_fields)
-    # With the comment sign taken off, the optional key is valid too.
+    # With the comment sign taken off, the optional keys are valid too.
     assert parse_policy(text.replace("# max_memory_mb", "max_memory_mb")).max_memory_bytes == 8192 << 20
+    assert parse_policy(text.replace("# pinned_roster", "pinned_roster")).pinned_roster == "0" * 64
 
 
 @pytest.mark.parametrize(
@@ -108,6 +113,8 @@ def test_the_default_file_says_the_defaults_and_names_every_key() -> None:
         ('approved_bundles_only = "no"', ["approved_bundles_only", "true or false"]),
         ("max_seconds_per_round = nan", ["max_seconds_per_round"]),
         ("algorithms = 3", ["algorithms = 3", "list"]),
+        ('pinned_roster = "abc"', ["pinned_roster", "64 digits"]),
+        ("approve_roster_changes = 1", ["approve_roster_changes = 1", "true or false"]),
         ('run_tags = ["Upper Case"]', ["run_tags[0]", "lower-case"]),
         ("max_epochs 3", ["policy.toml", "not valid TOML"]),
     ],

@@ -47,6 +47,7 @@ class Task:
 
 def config(algorithm="scaffold", **tables):
     base = {"name": "test", "task": "t:Task", "rounds": 4, "algorithm": {"name": algorithm}}
+    base |= {"secure_sum": {"enabled": False}}
     return RunConfig.model_validate({**base, "local": {"lr": 0.1, "steps": 5, "batch_size": 5}, **tables})
 
 

@@ -18,6 +18,7 @@ from fedward_common.local import Done, Work
 from fedward_common.messages import Purpose, Reply, Request
 from fedward_common.node import MemoryStore, Participant
 from fedward_common.update import Kind, Layout, TensorSpec
+from fedward_server.collecting import PlainCollector
 from fedward_server.events import EventLog, read_events
 from fedward_server.paths import RunPaths
 from fedward_server.rounds import Outcome, Rounds
@@ -181,6 +182,7 @@ class BombedLog(EventLog):
 
 def config(**tables: Any) -> RunConfig:
     base = {"name": "test", "task": "toy:Toy", "rounds": 3, "algorithm": {"name": "toy"}, "seed": 1}
+    base["secure_sum"] = {"enabled": False}
     return RunConfig.model_validate({**base, "local": {"lr": RATE, "steps": STEPS}, **tables})
 
 
@@ -198,12 +200,15 @@ class World:
         self.epoch += 1
         clock = simulated_clock()
         handlers = {name: node.handle for name, node in self.nodes.items()}
+        transport = changes.get("transport", MemoryTransport(handlers, (), faults, clock))
+        algorithm = Toy(ToyOptions())
         arguments: dict[str, Any] = {
             "config": self.config,
-            "algorithm": Toy(ToyOptions()),
+            "algorithm": algorithm,
             "layout": LAYOUT,
             "initial": {"model": np.zeros(SIZE)},
-            "transport": MemoryTransport(handlers, (), faults, clock),
+            "transport": transport,
+            "collector": PlainCollector(changes.get("config", self.config), algorithm, LAYOUT, transport, clock),
             "paths": self.paths,
             "epoch": self.epoch,
             "log": BombedLog(self.paths.events, bomb or Bomb()),

@@ -13,6 +13,7 @@ from fedward_server.scenario import Scenario, scenario
 
 def nodes(count: int | None, data: Path | None = None, **tables: Any) -> Scenario:
     base = {"name": "t", "task": "t:T", "rounds": 1, "algorithm": {"name": "fedavg"}, "local": {"lr": 1, "steps": 1}}
+    base["secure_sum"] = {"enabled": False}
     return scenario(parse_config({**base, **tables}), count, data)
 
 

@@ -60,6 +60,7 @@ def config() -> RunConfig:
             "rounds": 1,
             "algorithm": {"name": "fedavg"},
             "local": {"lr": 0.1, "steps": 1},
+            "secure_sum": {"enabled": False},
         }
     )
 
@@ -83,7 +84,7 @@ def host(root: Path, first: str = "pass") -> TaskHost:
 def test_the_model_is_built_in_a_worker(tmp_path: Path) -> None:
     hosted = host(tmp_path)
     try:
-        layout, vectors = hosted.initial(None)
+        layout, vectors, _ = hosted.initial(None)
         assert {name: len(vector) for name, vector in vectors.items()} == {"model": 12, "statistic": 4, "counter": 1}
 
         start = tmp_path / "start.safetensors"
@@ -93,7 +94,7 @@ def test_the_model_is_built_in_a_worker(tmp_path: Path) -> None:
             if spec.dtype != "int64"
         }
         save_file(tensors, start)
-        _, given = hosted.initial(start)
+        _, given, _ = hosted.initial(start)
         assert given["model"][:6].tolist() == [0.0] * 6 and given["model"][6:8].tolist() == [1.0] * 2
 
         save_file({**tensors, "0.bias": np.zeros(5, np.float32), "more": np.zeros(1, np.float32)}, start)

@@ -48,7 +48,7 @@ def make_config(**tables: Any) -> RunConfig:
     return parse_config(
         {
             "name": "toy", "task": "toy_task:Toy", "rounds": 3, "algorithm": {"name": "fedavg"},
-            "local": {"epochs": 1, "batch_size": 8, "lr": 0.1}, **tables,
+            "local": {"epochs": 1, "batch_size": 8, "lr": 0.1}, "secure_sum": {"enabled": False}, **tables,
         }
     )  # fmt: skip
 

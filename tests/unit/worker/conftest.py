@@ -22,6 +22,7 @@ CONFIG = parse_config(
     {
         "name": "toy", "task": "toy_task:Toy", "rounds": 3,
         "algorithm": {"name": "fedavg"}, "local": {"lr": 0.1, "steps": 2, "batch_size": 4},
+        "secure_sum": {"enabled": False},
     }
 )  # fmt: skip
 MODEL = {"model": np.zeros(10, np.float32)}

@@ -12,11 +12,13 @@ import numpy as np
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.update import Kind, Layout, TensorSpec
+from fedward_server.collecting import PlainCollector
 from fedward_server.direct import DirectRuntime
 from fedward_server.events import EventLog
 from fedward_server.grid import FlowerTransport, NumberedDirectory
 from fedward_server.paths import RunPaths
 from fedward_server.rounds import Rounds
+from fedward_server.transport import Clock
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -32,10 +34,12 @@ def main(grid: Grid, context: Context) -> None:
     model = np.random.default_rng(0).standard_normal(told["parameters"], dtype=np.float32)
     transport = FlowerTransport(grid, NumberedDirectory(), DirectRuntime(Path(told["database"]), grid.run.run_id))
     transport.online()  # the connection to the SuperLink is part of the process as it stands before a round
+    layout, algorithm, clock = Layout((weight,)), build_sum(config.algorithm), Clock()
     rounds = Rounds(
         config=config,
-        algorithm=build_sum(config.algorithm),
-        layout=Layout((weight,)),
+        algorithm=algorithm,
+        layout=layout,
+        collector=PlainCollector(config, algorithm, layout, transport, clock),
         initial={"model": model},
         transport=transport,
         paths=paths,

@@ -21,6 +21,8 @@ def blobs(site: int, n: int, seed: int) -> TensorDataset:
 
 
 class Toy:
+    metric_names = ("accuracy",)
+
     trouble = ""
     seconds = 0.0
 

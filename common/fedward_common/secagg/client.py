@@ -1,0 +1,308 @@
+"""A node's half of a secure round (Bell et al. 2020, Alg. 2 and 3; Bonawitz et al. 2017), without any I/O.
+
+deal → mask → agree → unmask, each once and in this order; a step that is asked for out of order, or whose request
+breaks a rule, raises `Refusal` and reveals nothing. What a node checks here holds against a server that lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from enum import IntEnum
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fedward_common.errors import FedwardError
+from fedward_common.secagg import shamir
+from fedward_common.secagg.graph import Parameters, draw_holders, partners_of
+from fedward_common.secagg.keys import (
+    AdvertisementError,
+    Identities,
+    KeyPairs,
+    Keyring,
+    SealKey,
+    mask_key,
+    self_mask_key,
+)
+from fedward_common.secagg.masks import Words, add_keystreams
+from fedward_common.secagg.messages import (
+    SHARE,
+    Dealt,
+    Delivery,
+    MessageError,
+    Unmasking,
+    members_from_bytes,
+)
+from fedward_common.secagg.terms import Terms, survivors_statement
+
+
+class Refusal(FedwardError):
+    """A node does not take this step: the text names the rule that the request breaks."""
+
+
+class _Stage(IntEnum):
+    NEW = 0
+    DEALT = 1
+    MASKED = 2
+    AGREED = 3
+    OVER = 4
+
+
+@dataclass(frozen=True)
+class Guarantees:
+    """What this node asks of every secure round, from the run's signed configuration and its own policy.
+
+    parameters: what the rules give for the cohort's size. least: fewest nodes in a sum, its own policy's.
+    identities: the roster's keys; None where nodes have no enrolled identity (then nobody can tell who is who, and
+    only an honest server is safe).
+    """
+
+    parameters: Parameters
+    least: int
+    identities: Identities | None
+
+
+class Client:
+    """One node in one secure round. Raises `Refusal` if the terms are not what this node asks for."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        node: bytes,
+        keyring: Keyring,
+        identity: Ed25519PrivateKey | None,
+        guarantees: Guarantees,
+    ) -> None:
+        self.terms = terms
+        self._identity = identity
+        self._guarantees = guarantees
+        self._public: dict[int, Ed25519PublicKey] = {}
+        self._check_parameters()
+        self._check_advertisements()
+        index = terms.index(node)
+        if index is None:
+            raise Refusal("this node is not among those that advertised.")
+        self.index = index
+        # Taken once: whatever happens from here on, these keys are never used in another round.
+        keys = keyring.take(terms.advertisement(index))
+        if keys is None:
+            raise Refusal("this node's advertisement was used already, or is not its own.")
+        self._keys: KeyPairs | None = keys
+        self._seed = os.urandom(32)
+        self._stage = _Stage.NEW
+        self._holders: tuple[int, ...] = ()
+        self._seals: dict[int, SealKey] = {}
+        self._own_shares: tuple[bytes, bytes] | None = None
+        self._held: dict[int, tuple[bytes, bytes]] = {}
+        self._sharers: frozenset[int] = frozenset()
+        self._sharers_bytes = b""
+        self._survivors_bytes = b""
+
+    # --- what is checked before anything is done
+
+    def _check_parameters(self) -> None:
+        given, asked = self.terms.parameters, self._guarantees.parameters
+        if given.n != self.terms.n:
+            raise Refusal(f"the parameters are for {given.n} nodes, {self.terms.n} advertised.")
+        if given.n < self._guarantees.least:
+            raise Refusal(f"min_cohort = {self._guarantees.least}, the round is for {given.n}.")
+        if given != asked:
+            for name in ("threshold", "holders", "quorum", "survivors", "partners"):
+                if getattr(given, name) != getattr(asked, name):
+                    raise Refusal(f"{name} = {getattr(given, name)}, the rules give {getattr(asked, name)}.")
+            raise Refusal("the parameters are not those that the rules give.")
+
+    def _check_advertisements(self) -> None:
+        nodes = [advertisement.node for advertisement in self.terms.advertisements]
+        if nodes != sorted(set(nodes)):
+            raise Refusal("the advertisements are not sorted by node, each once.")
+        identities = self._guarantees.identities
+        if identities is None:
+            return
+        for index, advertisement in enumerate(self.terms.advertisements, 1):
+            public = identities(advertisement.node)
+            if public is None:
+                raise Refusal(f"node {advertisement.node.hex()} is not in the roster that this node accepts.")
+            try:
+                advertisement.verify(self.terms.run, public)
+            except AdvertisementError as error:
+                raise Refusal(str(error)) from error
+            self._public[index] = public
+
+    def _turn(self, wanted: _Stage, step: str) -> KeyPairs:
+        if self._stage is not wanted or self._keys is None:
+            raise Refusal(f"{step} out of turn: each step of a secure round is taken once, in order.")
+        return self._keys
+
+    # --- the four steps
+
+    def deal(self) -> Dealt:
+        """Draw holders, and seal for each a share of the self-mask's seed and one of the mask key."""
+        keys = self._turn(_Stage.NEW, "dealing shares")
+        self._stage = _Stage.DEALT
+        parameters, context = self.terms.parameters, self.terms.digest
+        self._holders = draw_holders(parameters, self.index)
+        partners = frozenset(partners_of(parameters, self._holders))
+        # On a complete graph a node holds a share of its own secrets too: the threshold counts it.
+        places = (*self._holders, self.index) if parameters.complete else self._holders
+        seeds = shamir.split(self._seed, places, parameters.threshold)
+        mask_keys = shamir.split(keys.mask.private_bytes_raw(), places, parameters.threshold)
+        sealed = {}
+        for holder, seed, key in zip(self._holders, seeds, mask_keys, strict=False):
+            flag = b"\x01" if holder in partners else b"\x00"
+            sealed[holder] = self._seal(keys, holder).seal(seed + key + flag, self.index, holder)
+        if parameters.complete:
+            self._own_shares = (seeds[-1], mask_keys[-1])
+        commitments = {
+            place: (shamir.commitment(seed, place, context), shamir.commitment(key, place, context))
+            for place, seed, key in zip(places, seeds, mask_keys, strict=True)
+        }
+        return Dealt(sealed, commitments, seed_commitment(self._seed, context))
+
+    def mask(self, delivery: Delivery, words: Words) -> None:
+        """Add all masks to `words` (uint32), in place."""
+        keys = self._turn(_Stage.DEALT, "a masked input")
+        if len(words) != self.terms.length:
+            raise Refusal(f"the vector has {len(words)} words, the terms say {self.terms.length}.")
+        sharers = self._members(delivery.sharers)
+        self._check_sharers(sharers)
+        partners = set(partners_of(self.terms.parameters, self._holders)) & sharers
+        for dealer, sealed in delivery.sealed.items():
+            if dealer not in sharers or dealer == self.index:
+                raise Refusal(f"shares from node {dealer}, which is not said to have dealt any.")
+            self._held[dealer], partner = self._opened(keys, dealer, sealed)
+            if partner:
+                partners.add(dealer)
+        if self._own_shares is not None:
+            self._held[self.index] = self._own_shares
+        # From here on this node's vector is in the open if its masks were used twice.
+        self._stage = _Stage.MASKED
+        self._sharers, self._sharers_bytes = sharers, delivery.sharers
+        plus, minus = [self_mask_key(self._seed, self.terms.digest)], list[bytes]()
+        for partner_index in sorted(partners):
+            (plus if self.index < partner_index else minus).append(self._pair(keys, partner_index))
+        add_keystreams(words, plus, minus)
+
+    def agree(self, survivors: bytes) -> bytes:
+        """The signature of the survivor set. One set a round: the same one may be signed again, no other."""
+        if self._stage is _Stage.AGREED and survivors == self._survivors_bytes:
+            return self._sign(survivors)
+        self._turn(_Stage.MASKED, "agreeing on survivors")
+        self._check_survivors(self._members(survivors))
+        self._stage = _Stage.AGREED
+        self._survivors_bytes = survivors
+        return self._sign(survivors)
+
+    def unmask(self, request: Unmasking) -> dict[int, bytes]:
+        """Dealer -> this node's share: of the seed of a survivor, of the mask key of one that dropped out.
+
+        Whatever the outcome, this was the round's only chance: the secrets are gone afterwards.
+        """
+        self._turn(_Stage.AGREED, "unmasking")
+        try:
+            survivors, dropped = self._members(request.survivors), self._members(request.dropped)
+            self._check_split(survivors, dropped)
+            self._check_survivors(survivors)
+            self._check_signed_set(request.survivors)
+            self._check_signatures(request, survivors)
+            return {
+                dealer: seed if dealer in survivors else key for dealer, (seed, key) in sorted(self._held.items())
+            }
+        finally:
+            self.wipe()
+
+    def wipe(self) -> None:
+        """Forget every secret of the round; no step can follow."""
+        self._stage = _Stage.OVER
+        self._keys = None
+        self._seed = b""
+        self._own_shares = None
+        self._held = {}
+        self._seals = {}
+
+    # --- the rules, one each
+
+    def _check_sharers(self, sharers: frozenset[int]) -> None:
+        parameters = self.terms.parameters
+        if self.index not in sharers:
+            raise Refusal("this node dealt its shares, but is not among those who did.")
+        if len(sharers) < self._fewest():
+            raise Refusal(f"{len(sharers)} nodes dealt shares, a sum needs {self._fewest()}.")
+        reachable = len(sharers.intersection(self._holders)) + parameters.complete
+        if reachable < parameters.threshold:
+            raise Refusal(f"{reachable} of this node's shares can be had, {parameters.threshold} are needed.")
+
+    def _check_survivors(self, survivors: frozenset[int]) -> None:
+        if self.index not in survivors:
+            raise Refusal("this node sent its masked vector, but is not among the survivors.")
+        if not survivors <= self._sharers:
+            raise Refusal("the survivors hold a node that dealt no shares.")
+        if len(survivors) < self._fewest():
+            raise Refusal(f"{len(survivors)} survivors, a sum needs {self._fewest()}.")
+
+    def _check_split(self, survivors: frozenset[int], dropped: frozenset[int]) -> None:
+        both = survivors & dropped
+        if both:
+            raise Refusal(f"nodes {sorted(both)} are named as survivors and as dropped.")
+        if survivors | dropped != self._sharers:
+            raise Refusal("survivors and dropped nodes together are not those who dealt shares.")
+
+    def _check_signed_set(self, survivors: bytes) -> None:
+        if survivors != self._survivors_bytes:
+            raise Refusal("the survivors are not those that this node signed.")
+
+    def _check_signatures(self, request: Unmasking, survivors: frozenset[int]) -> None:
+        if self._guarantees.identities is None:
+            return
+        statement = survivors_statement(self.terms, self._sharers_bytes, request.survivors)
+        valid = 0
+        for signer, signature in request.signatures.items():
+            if signer not in survivors:
+                raise Refusal(f"node {signer} signed, but is no survivor.")
+            try:
+                self._public[signer].verify(signature, statement)
+            except InvalidSignature as error:
+                raise Refusal(f"the survivors' signature of node {signer} is wrong.") from error
+            valid += 1
+            if valid == self.terms.parameters.quorum:
+                return
+        raise Refusal(f"{valid} survivors signed this set, {self.terms.parameters.quorum} must have.")
+
+    def _fewest(self) -> int:
+        return max(self._guarantees.least, self.terms.parameters.survivors)
+
+    # --- helpers
+
+    def _members(self, data: bytes) -> frozenset[int]:
+        try:
+            return members_from_bytes(data, self.terms.n)
+        except MessageError as error:
+            raise Refusal(str(error)) from error
+
+    def _seal(self, keys: KeyPairs, other: int) -> SealKey:
+        if other not in self._seals:
+            self._seals[other] = SealKey(keys.seal, self.terms.advertisement(other).seal_key, self.terms.digest)
+        return self._seals[other]
+
+    def _pair(self, keys: KeyPairs, other: int) -> bytes:
+        pair = (min(self.index, other), max(self.index, other))
+        return mask_key(keys.mask, self.terms.advertisement(other).mask_key, self.terms.digest, pair)
+
+    def _opened(self, keys: KeyPairs, dealer: int, sealed: bytes) -> tuple[tuple[bytes, bytes], bool]:
+        try:
+            plain = self._seal(keys, dealer).open(sealed, dealer, self.index)
+        except AdvertisementError as error:
+            raise Refusal(str(error)) from error
+        return (plain[:SHARE], plain[SHARE : 2 * SHARE]), plain[2 * SHARE :] == b"\x01"
+
+    def _sign(self, survivors: bytes) -> bytes:
+        if self._identity is None:
+            return bytes(64)
+        return self._identity.sign(survivors_statement(self.terms, self._sharers_bytes, survivors))
+
+
+def seed_commitment(seed: bytes, context: bytes) -> bytes:
+    """Commitment to a self-mask's seed: it is random, so its hash hides it."""
+    return hashlib.sha256(b"fedward secagg seed" + context + seed).digest()[:16]

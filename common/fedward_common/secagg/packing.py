@@ -1,0 +1,222 @@
+"""Words of b bits on the wire, and their sum straight from it.
+
+b is a multiple of 4 from 12 to 32. A vector of d words is laid out in planes, one for each binary digit of b (20 = 16 +
+4), the widest first: the widest plane holds the top bits of every word, the narrowest the lowest. Planes of 8, 16 and
+32 bits are plain little-endian arrays; in a plane of 4 bits word 2i is the low half of byte i and word 2i + 1 the high
+half (the spare half of an odd d is written as 0 and ignored). So each plane of a sum is made by whole-array additions,
+and what overflows the top plane is what the modulus takes anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedward_common.errors import FedwardError
+
+Words = npt.NDArray[np.uint32]
+Packed = npt.NDArray[np.uint8]
+
+MIN_BITS, MAX_BITS = 12, 32
+
+_PART = 1 << 16
+"""Words or lanes handled at a time: what is computed on the way stays in the cache. Even, so that no byte of a 4-bit
+plane is torn."""
+
+
+class PackingError(FedwardError):
+    """Words cannot be packed as asked, or packed bytes have the wrong length or type."""
+
+
+@dataclass(frozen=True)
+class _Plane:
+    """`width` bits of every word from bit `shift` up, in bytes `start` to `stop` of the packed vector."""
+
+    width: int
+    shift: int
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The array type of a plane of whole bytes."""
+        return np.dtype(f"<u{self.width // 8}")
+
+
+def packed_size(length: int, bits: int) -> int:
+    """Bytes of `length` words of `bits` bits: bits · length / 8, rounded up. Raises `PackingError`."""
+    return _planes(length, bits)[-1].stop
+
+
+def pack(words: Words, bits: int) -> Packed:
+    """`words` (uint32, shape (d,)) mod 2^bits, as uint8 of shape (`packed_size`(d, bits),). Raises `PackingError`."""
+    if words.ndim != 1 or words.dtype != np.uint32:
+        raise PackingError(f"words are {words.dtype} of shape {words.shape}: only a vector of uint32 can be packed.")
+    planes = _planes(len(words), bits)
+    packed = np.empty(planes[-1].stop, np.uint8)
+    for start, stop in _parts(len(words)):
+        part = words[start:stop]
+        for plane in planes:
+            piece = packed[plane.start + start * plane.width // 8 :]
+            if plane.width == 4:
+                halves = _halved(part >> np.uint32(plane.shift))
+                piece[: len(halves)] = halves
+            else:
+                # A cast to fewer bits is a modulus.
+                piece[: len(part) * plane.width // 8].view(plane.dtype)[:] = part >> np.uint32(plane.shift)
+    return packed
+
+
+def unpack(packed: Packed, length: int, bits: int) -> Words:
+    """The `length` words below 2^bits that `pack` was given, uint32. Raises `PackingError`."""
+    words = np.zeros(length, np.uint32)
+    for plane in _checked(packed, length, bits):
+        values = packed[plane.start : plane.stop]
+        if plane.width == 4:
+            halves = np.empty(2 * len(values), np.uint8)
+            halves[0::2], halves[1::2] = values & 15, values >> 4
+            values = halves[:length]
+        else:
+            values = values.view(plane.dtype)
+        words |= values.astype(np.uint32) << np.uint32(plane.shift)
+    return words
+
+
+class PackedSum:
+    """The sum mod 2^bits of packed vectors of `length` words, without unpacking them.
+
+    The top plane is added at its own width, since its overflow is the modulus. A lower plane of width w must keep its
+    carries: see `_Lanes`. Holds at most 5/4 of the memory of `length` uint32 (3/4 at 20 bits).
+    """
+
+    def __init__(self, length: int, bits: int) -> None:
+        """Raises `PackingError`."""
+        self.length, self.bits, self.count = length, bits, 0
+        self._top, *self._lower = _planes(length, bits)
+        self._high = np.zeros(length, self._top.dtype)
+        self._lanes = [_Lanes(plane) for plane in self._lower]
+
+    def add(self, packed: Packed) -> None:
+        """Add a vector that `pack` made. Raises `PackingError`, with the sum as it was."""
+        _checked(packed, self.length, self.bits)
+        self._high += packed[: self._top.stop].view(self._top.dtype)
+        for place, lanes in enumerate(self._lanes):
+            if lanes.full:
+                self._carry(place)
+            lanes.add(packed[lanes.plane.start : lanes.plane.stop])
+        self.count += 1
+
+    def total(self) -> Words:
+        """The sum mod 2^bits, uint32 of shape (length,)."""
+        words = self._high.astype(np.uint32)
+        words <<= np.uint32(self._top.shift)
+        for lanes in self._lanes:
+            words += lanes.sums()[: self.length].astype(np.uint32) << np.uint32(lanes.plane.shift)
+        if self.bits < MAX_BITS:
+            words &= np.uint32(2**self.bits - 1)
+        return words
+
+    def _carry(self, place: int) -> None:
+        carries = self._lanes[place].take_carries()[: self.length]
+        if place == 0:
+            self._high += carries
+            return
+        above = self._lanes[place - 1]
+        if above.full:
+            self._carry(place - 1)
+        above.add(carries)
+
+
+class _Lanes:
+    """The sums of a plane of w bits in lanes of 2w bits, each of two words v_0 (lowest) and v_1. Kept are
+
+        S_0 = Σ lane = Σ v_0 + 2^w · Σ v_1   and   S_1 = Σ (lane >> w) = Σ v_1   (mod 2^2w),
+
+    so that Σ v_0 = S_0 − 2^w · S_1 and Σ v_1 are exact up to 2^w + 1 vectors; then their upper halves must be carried
+    to the plane above.
+    """
+
+    def __init__(self, plane: _Plane) -> None:
+        self.plane = plane
+        self._dtype = np.dtype(f"<u{plane.width // 4}")
+        lanes = -(-(plane.stop - plane.start) // self._dtype.itemsize)
+        self._whole, self._upper = np.zeros(lanes, self._dtype), np.zeros(lanes, self._dtype)
+        self._shifted = np.empty(min(lanes, _PART), self._dtype)
+        self._shift = self._dtype.type(plane.width)
+        self._added = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether one more vector could overflow a lane."""
+        return self._added == 2**self.plane.width + 1
+
+    def add(self, values: Packed) -> None:
+        """Add a vector of the plane, in its wire form."""
+        if len(values) % self._dtype.itemsize:
+            values = np.append(values, np.uint8(0))
+        lanes = values.view(self._dtype)
+        for start, stop in _parts(len(lanes)):
+            part, shifted = lanes[start:stop], self._shifted[: stop - start]
+            self._whole[start:stop] += part
+            np.right_shift(part, self._shift, out=shifted)
+            self._upper[start:stop] += shifted
+        self._added += 1
+
+    def sums(self) -> npt.NDArray[Any]:
+        """Σ v of every word since the last carry, and perhaps a spare one."""
+        sums = np.empty(2 * len(self._whole), self._dtype)
+        sums[0::2], sums[1::2] = self._whole - (self._upper << self._shift), self._upper
+        return sums
+
+    def take_carries(self) -> npt.NDArray[Any]:
+        """What of `sums` is beyond w bits, divided by 2^w; it is no longer part of them afterwards."""
+        sums = self.sums()
+        carries = sums >> self._shift
+        sums &= self._dtype.type(2**self.plane.width - 1)
+        self._upper[:] = sums[1::2]
+        self._whole[:] = sums[0::2] + (self._upper << self._shift)
+        self._added = 1
+        return carries
+
+
+def _planes(length: int, bits: int) -> tuple[_Plane, ...]:
+    """The planes of a packed vector, in the order of the wire: widest, and of the highest bits, first."""
+    if length < 0:
+        raise PackingError(f"length is {length}: a vector cannot have fewer than 0 words.")
+    if bits % 4 or not MIN_BITS <= bits <= MAX_BITS:
+        raise PackingError(f"bits is {bits}, but must be a multiple of 4 from {MIN_BITS} to {MAX_BITS}.")
+    planes = []
+    start, shift = 0, bits
+    for width in (32, 16, 8, 4):
+        if bits & width:
+            stop = start + (length * width + 7) // 8
+            shift -= width
+            planes.append(_Plane(width, shift, start, stop))
+            start = stop
+    return tuple(planes)
+
+
+def _checked(packed: Packed, length: int, bits: int) -> tuple[_Plane, ...]:
+    planes = _planes(length, bits)
+    if packed.dtype != np.uint8 or packed.shape != (planes[-1].stop,) or not packed.flags.c_contiguous:
+        raise PackingError(
+            f"packed words are {packed.dtype} of shape {packed.shape}, but {length} words of {bits} bits are "
+            f"{planes[-1].stop} contiguous bytes. Both sides must agree on the length and the bits."
+        )
+    return planes
+
+
+def _parts(length: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _PART, length)) for start in range(0, length, _PART))
+
+
+def _halved(words: Words) -> Packed:
+    """The lowest 4 bits of each word, two to a byte."""
+    low = words.astype(np.uint8)
+    pairs = (np.append(low, np.uint8(0)) if len(low) % 2 else low).view("<u2")
+    halves: Packed = ((pairs & np.uint16(0xF)) | (pairs >> np.uint16(4) & np.uint16(0xF0))).astype(np.uint8)
+    return halves

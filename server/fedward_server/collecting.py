@@ -1,0 +1,236 @@
+"""How a round gets its cohort's mean update: in the open, or as a secure sum. The round engine sees no difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from fedward_common import ranges
+from fedward_common.algorithms.base import SumAlgorithm
+from fedward_common.config import RunConfig
+from fedward_common.errors import FedwardError, UpdateError
+from fedward_common.messages import Failure, Purpose, Reply, Request
+from fedward_common.ranges import Scales
+from fedward_common.roster import Roster
+from fedward_common.secure import EVALUATE, TRAIN, WEIGHING, schema
+from fedward_common.summand import CLIPPED, Shape
+from fedward_common.update import Layout, Update
+
+from fedward_server import evaluation
+from fedward_server.aggregation import averages
+from fedward_server.checkpoint import Checkpoint
+from fedward_server.evaluation import Evaluation, Means
+from fedward_server.gathering import Gathering
+from fedward_server.patience import Patience
+from fedward_server.secure import SecureSum, SumFailed, Summed
+from fedward_server.transport import Clock, Deadline, Transport
+
+_WEIGHING_SECONDS = 120.0
+Note = Callable[[str, Reply], None]
+
+
+class RoundFailed(FedwardError):
+    """A round ended without a new model. `failures`: the nodes that were asked and why each did not contribute."""
+
+    def __init__(self, reason: str, failures: Mapping[str, Failure]) -> None:
+        super().__init__(reason)
+        self.failures = failures
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a cohort gave. replies: who is in the mean. of_broadcast: how good the model that was sent out is on the
+    cohort's test data, where that comes with the same sum. told: more for the round's event. scales: of the next
+    round's coordinates, under secure aggregation."""
+
+    replies: list[str]
+    failures: Mapping[str, Failure]
+    mean: Update
+    of_broadcast: Means = None
+    told: Mapping[str, Any] = field(default_factory=dict)
+    scales: Scales | None = None
+
+
+class Collector(Protocol):
+    """Gets means and evaluations from nodes."""
+
+    def hear(self, name: str, reply: Reply) -> None:
+        """Take in what rides on a reply to PREPARE."""
+
+    def train(
+        self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
+    ) -> Gathered:
+        """The mean of the updates that the named nodes give to their TRAIN requests. Raises `RoundFailed`."""
+
+    def evaluate(
+        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
+    ) -> Evaluation:
+        """How good the model in an EVALUATE request is, after a round that trained on `nodes`."""
+
+    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+        """The nodes' figures for the run's last model, if no later round brings them."""
+
+
+@dataclass(frozen=True)
+class PlainCollector:
+    """Sums updates that the server sees."""
+
+    config: RunConfig
+    algorithm: SumAlgorithm[Any]
+    layout: Layout
+    transport: Transport
+    clock: Clock
+
+    def hear(self, name: str, reply: Reply) -> None:
+        """Nothing rides on plain replies."""
+
+    def train(
+        self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
+    ) -> Gathered:
+        sends = self.algorithm.sends(self.layout)
+        shapes = {group: (self.layout.size(kind), self.layout.dtype(kind)) for group, kind in sends.items()}
+        gathering = Gathering(requests, shapes, self.config.cohort.max_weight)
+        gathering.run(self.transport, Deadline(self.clock, self.config.cohort.deadline), others, note)
+        if len(gathering.replies) < quorum:
+            reason = f"{len(gathering.replies)} of {len(requests)} nodes contributed, the quorum is {quorum}"
+            raise RoundFailed(reason, gathering.failures)
+        try:
+            mean = gathering.sum.mean()
+        except UpdateError as error:
+            raise RoundFailed(str(error), gathering.failures) from error
+        return Gathered(gathering.replies, gathering.failures, mean)
+
+    def evaluate(
+        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
+    ) -> Evaluation:
+        return evaluation.evaluate(self.transport, request, nodes, holdout, seconds)
+
+    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+        """Each round brought its own."""
+        return None
+
+
+@dataclass(frozen=True)
+class SecureCollector:
+    """Sums updates that the server does not see. A round's vector also holds the metrics of the model that it was
+    sent; held-out nodes have a sum of their own."""
+
+    config: RunConfig
+    algorithm: SumAlgorithm[Any]
+    layout: Layout
+    metric_names: tuple[str, ...]
+    secure: SecureSum
+
+    @classmethod
+    def over(
+        cls,
+        transport: Transport,
+        clock: Clock,
+        run: str,
+        config: RunConfig,
+        algorithm: SumAlgorithm[Any],
+        layout: Layout,
+        metric_names: tuple[str, ...],
+        roster: Callable[[], Roster],
+    ) -> SecureCollector:
+        """The collector of one run."""
+        return cls(config, algorithm, layout, metric_names, SecureSum(transport, run, config, roster, Patience(clock)))
+
+    def hear(self, name: str, reply: Reply) -> None:
+        self.secure.hear(name, reply)
+
+    def train(
+        self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
+    ) -> Gathered:
+        summed = self.algorithm.summed(self.layout, self.config.local)
+        lengths = {group: self.layout.size(kind) for group, kind in summed.items()}
+        scales = now.scales or self._first_scales(requests, lengths, quorum)
+        # A model is evaluated with the first training that starts from it.
+        evaluates = now.round > 0 and evaluation.due(self.config.evaluation, now.round, self.config.rounds)
+        metrics = schema(True, evaluates, self.metric_names)
+
+        def shape(n: int) -> Shape:
+            return Shape(scales.shape_groups(lengths), metrics, self.config.secure_sum.bits, n, scales.weight)
+
+        done = self._sum(requests, shape, self.config.cohort.deadline, quorum, others, note)
+        clipped = {name: int(count) for name, count in _named(CLIPPED, done.mean.metrics).items()}
+        mean = Update(done.mean.groups, done.mean.weight, _named(TRAIN, done.mean.metrics))
+        return Gathered(
+            done.survivors,
+            done.failures,
+            self.algorithm.completed(now.state, mean, self.config.local),
+            averages(_named(EVALUATE, done.mean.metrics)) if evaluates else None,
+            {
+                "secure_sum": {
+                    **done.told,
+                    "clipped": clipped,
+                    "ranges": {group.name: group.range for group in done.shape.groups},
+                }
+            },
+            self._following(scales, done),
+        )
+
+    def _first_scales(self, requests: Mapping[str, Request], lengths: Mapping[str, int], quorum: int) -> Scales:
+        """Before any sum: ranges from the configuration; how much a node weighs from a sum of its own."""
+        first = dict.fromkeys(lengths, self.config.secure_sum.range)
+        if self.algorithm.uniform:
+            return ranges.first(first)
+        weighing = {
+            name: replace(request, purpose=Purpose.EVALUATE, vectors={}, included=None)
+            for name, request in requests.items()
+        }
+
+        def shape(n: int) -> Shape:
+            return Shape((), WEIGHING, self.config.secure_sum.bits, n)
+
+        done = self._sum(weighing, shape, _WEIGHING_SECONDS, quorum, {}, lambda name, reply: None)
+        return ranges.first(first, done.mean.metrics[WEIGHING[0]] / len(done.survivors))
+
+    def _following(self, scales: Scales, done: Summed) -> Scales:
+        found = ranges.following(scales, done.mean, len(done.survivors))
+        return replace(found, weight=1.0) if self.algorithm.uniform else found
+
+    def _sum(
+        self,
+        requests: Mapping[str, Request],
+        shape: Callable[[int], Shape],
+        seconds: float,
+        quorum: int,
+        others: Mapping[str, Request],
+        note: Note,
+    ) -> Summed:
+        try:
+            return self.secure.sum(requests, shape, seconds, quorum, others, note)
+        except SumFailed as error:
+            raise RoundFailed(str(error), error.failures) from error
+
+    def evaluate(
+        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
+    ) -> Evaluation:
+        if not holdout:
+            return Evaluation()
+        done = self._evaluated(request, holdout, seconds)
+        if isinstance(done, SumFailed):
+            return Evaluation(failures={name: done.failures[name] for name in sorted(done.failures)})
+        return Evaluation(holdout=averages(_named(EVALUATE, done.mean.metrics)), failures=done.failures)
+
+    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+        done = self._evaluated(request, nodes, seconds)
+        return None if isinstance(done, SumFailed) else averages(_named(EVALUATE, done.mean.metrics))
+
+    def _evaluated(self, request: Request, nodes: Collection[str], seconds: float) -> Summed | SumFailed:
+        requests = {name: replace(request, purpose=Purpose.EVALUATE) for name in sorted(nodes)}
+
+        def shape(n: int) -> Shape:
+            return Shape((), schema(False, True, self.metric_names), self.config.secure_sum.bits, n)
+
+        try:
+            return self.secure.sum(requests, shape, seconds, 1)
+        except SumFailed as error:
+            return error
+
+
+def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics whose names begin so, without it."""
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}

@@ -1,0 +1,277 @@
+"""Parameters against the published table and exact arithmetic, the draw against chance, connectivity by counting."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable
+from fractions import Fraction
+
+import pytest
+from fedward_common.secagg import graph
+from fedward_common.secagg.graph import (
+    NoProtection,
+    Parameters,
+    choose,
+    disconnection,
+    draw_holders,
+    partners_of,
+)
+
+TABLE = {
+    (100, 0.05): ((12, 6), (16, 11)),
+    (100, 0.1): ((22, 11), (32, 22)),
+    (100, 0.2): ((40, 21), (62, 42)),
+    (10_000, 0.05): ((34, 20), (62, 44)),
+    (10_000, 0.1): ((54, 31), (122, 85)),
+    (10_000, 0.2): ((122, 67), (482, 328)),
+}
+
+
+@pytest.mark.parametrize(("n", "fraction"), TABLE)
+@pytest.mark.parametrize("semi_malicious", [False, True])
+def test_the_published_table(n: int, fraction: float, semi_malicious: bool) -> None:
+    chosen = choose(n, fraction, fraction, semi_malicious)
+    assert (chosen.holders, chosen.threshold) == TABLE[n, fraction][semi_malicious]
+    assert not chosen.complete
+    assert chosen.survivors == n - chosen.drop_outs == round(n * (1 - fraction))
+    assert chosen.colluders == round(n * fraction)
+
+
+def at_least(population: int, marked: int, draws: int, count: int) -> Fraction:
+    """P[at least `count` of `draws` are marked], exactly."""
+    ways = sum(math.comb(marked, i) * math.comb(population - marked, draws - i) for i in range(count, draws + 1))
+    return Fraction(ways, math.comb(population, draws))
+
+
+@pytest.mark.parametrize("semi_malicious", [False, True])
+@pytest.mark.parametrize(
+    ("n", "dropout", "corrupt"),
+    [(31, 0.05, 0.05), (31, 0.1, 0.1), (40, 0, 0.2), (64, 0.15, 0.05), (90, 0.05, 0), (120, 0.1, 0.25)],
+)
+def test_k_and_t_are_the_smallest_by_exact_arithmetic(
+    n: int, dropout: float, corrupt: float, semi_malicious: bool
+) -> None:
+    colluders, lost = (math.floor(Fraction(str(fraction)) * n) for fraction in (corrupt, dropout))
+
+    def fits(k: int, t: int) -> bool:
+        """The rules as the reference writes them; a node draws among n - 1."""
+        first = t
+        if semi_malicious:  # t comes of t1 by t1 <- ceil((t1 + k - 1.25) / 2), t = t1 + 1
+            sources = [t1 for t1 in range(k + 1) if math.ceil((t1 + k - Fraction(5, 4)) / 2) + 1 <= t]
+            if not sources:
+                return False
+            first = max(sources) + 1
+        elif t < 2:
+            return False
+        secure = n * at_least(n - 1, colluders, k, first) <= Fraction(1, 2**41)
+        correct = n * at_least(n - 1, lost, k, k - t + 1) <= Fraction(1, 2**20)
+        return secure and correct
+
+    chosen = choose(n, dropout, corrupt, semi_malicious)
+    assert not chosen.complete
+    assert fits(chosen.holders, chosen.threshold)
+    assert not any(fits(chosen.holders, t) for t in range(1, chosen.threshold))
+    for k in range(2, chosen.holders, 2):
+        enough = disconnection(n, colluders + lost, k) < 2.0**-41
+        assert not enough or not any(fits(k, t) for t in range(1, k + 1))
+
+
+FRACTIONS = [0, 0.05, 0.1, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.49]
+
+
+@pytest.mark.parametrize("n", [*range(3, 45), 60, 99, 250])
+def test_what_every_choice_promises(n: int) -> None:
+    for dropout, corrupt, semi_malicious in itertools.product(FRACTIONS, FRACTIONS, (False, True)):
+        try:
+            chosen = choose(n, dropout, corrupt, semi_malicious)
+        except NoProtection:
+            continue
+        assert chosen.complete or n > 30
+        assert 2 <= chosen.threshold <= chosen.holders <= n
+        assert chosen.survivors - chosen.colluders >= 2
+        assert chosen.quorum <= chosen.survivors
+        # Each of two survivor sets needs a quorum; an honest node signs one of them, a colluder both.
+        assert 2 * chosen.quorum > n + chosen.colluders
+        assert 2 * chosen.quorum > (1 + corrupt) * n - 1e-6
+        if chosen.complete:
+            assert (chosen.holders, chosen.partners) == (n, n - 1)
+            assert chosen.colluders < chosen.threshold <= chosen.survivors
+            assert 2 * chosen.threshold > n
+            assert not semi_malicious or 2 * chosen.threshold > n + chosen.colluders
+        else:
+            assert chosen.holders < n - 1
+            assert chosen.holders / 2 <= chosen.partners <= chosen.holders
+            absent = chosen.colluders + chosen.drop_outs
+            assert disconnection(n, absent, chosen.partners) < 2.0**-41
+            if chosen.partners > chosen.holders / 2:
+                assert disconnection(n, absent, chosen.partners - 1) >= 2.0**-41
+
+
+def test_hospitals() -> None:
+    """What a person can work out: three to ten nodes, each holding a share of every other's secrets."""
+    assert choose(3, 0.34, 0.0) == Parameters(3, 3, 2, 2, True, 2, 2, 0)
+    assert choose(5, 0.2, 0.2) == Parameters(5, 5, 4, 4, True, 4, 4, 1)
+    assert choose(10, 0.3, 0.1) == Parameters(10, 10, 6, 9, True, 6, 7, 1)
+    assert choose(10, 0.3, 0.3, False) == Parameters(10, 10, 6, 9, True, 7, 7, 3)
+    assert choose(10, 0.0, 0.0).drop_outs == 0
+
+
+def test_where_no_sparse_graph_will_do_the_graph_is_complete() -> None:
+    assert choose(30, 0.05, 0.05).complete
+    assert not choose(31, 0.05, 0.05).complete
+    tight = choose(40, 0.33, 0.33)
+    assert (tight.complete, tight.holders, tight.threshold, tight.partners) == (True, 40, 27, 39)
+
+
+@pytest.mark.parametrize(
+    ("n", "dropout", "survivors", "corrupt", "colluders"),
+    [(10, 0.1, 9, 0.1, 1), (10, 1 - 0.9, 9, 1 - 0.9, 1), (100, 0.07, 93, 0.29, 29), (50, 0.14, 43, 0.06, 3)],
+)
+def test_counts_are_those_of_the_decimal_fraction(
+    n: int, dropout: float, survivors: int, corrupt: float, colluders: int
+) -> None:
+    """0.29 * 100 is 28.999999999999996 and 10 * (1 - 0.9) is 0.9999999999999998 to a float."""
+    chosen = choose(n, dropout, corrupt)
+    assert (chosen.survivors, chosen.colluders) == (survivors, colluders)
+
+
+@pytest.mark.parametrize(
+    ("n", "dropout", "corrupt", "reason"),
+    [
+        (2, 0.0, 0.0, "has 2 nodes.*at least 3"),
+        (0, 0.0, 0.0, "has 0 nodes"),
+        (70_000, 0.1, 0.1, "up to 65535"),
+        (10, 0.5, 0.1, "dropout is 0.5"),
+        (10, -0.1, 0.1, "dropout is -0.1"),
+        (10, math.nan, 0.1, "dropout is nan"),
+        (10, 0.1, 0.5, "corrupt is 0.5"),
+        (10, 0.1, -1, "corrupt is -1"),
+        (3, 0.34, 0.34, "one honest node"),
+        (5, 0.4, 0.4, "one honest node"),
+        (10, 0.4, 0.2, "of 10 nodes 4 may drop out, but 7 must stay.*Allow 3 drop-outs"),
+        (1000, 0.4, 0.3, "of 1000 nodes 400 may drop out, but 651 must stay.*Allow 349 drop-outs"),
+        (6, 0.34, 0.34, "of 6 nodes 2 may drop out, but 5 must stay.*Allow 1 drop-outs"),
+    ],
+)
+def test_refusals(n: int, dropout: float, corrupt: float, reason: str) -> None:
+    with pytest.raises(NoProtection, match=reason):
+        choose(n, dropout, corrupt)
+
+
+def test_the_way_out_of_a_refusal_works() -> None:
+    assert choose(10, 0.3, 0.2).drop_outs == 3
+    assert choose(1000, 0.349, 0.3).drop_outs == 349
+
+
+@pytest.mark.parametrize("case", [(40, 9, 12), (99, 20, 62), (99, 0, 10), (30, 15, 29), (200, 1, 3)])
+def test_tails_against_exact_sums(case: tuple[int, int, int]) -> None:
+    population, marked, draws = case
+    for count in range(draws + 2):
+        exact = at_least(population, marked, draws, count)
+        if count * population > marked * draws:
+            assert graph._tail(population, marked, draws, count) == pytest.approx(float(exact), rel=1e-11)
+        else:
+            assert graph._tail(population, marked, draws, count) == 1
+
+
+def closed(nodes: Iterable[int], edges: set[frozenset[int]]) -> list[frozenset[int]]:
+    """Every non-empty part of `nodes`, of at most half of them, that no edge leaves towards the rest."""
+    everyone = frozenset(nodes)
+    parts = (
+        frozenset(part)
+        for size in range(1, len(everyone) // 2 + 1)
+        for part in itertools.combinations(sorted(everyone), size)
+    )
+    return [s for s in parts if not any(len(edge & s) == 1 and edge <= everyone for edge in edges)]
+
+
+@pytest.mark.parametrize(
+    ("n", "absent", "partners"), [(4, 0, 1), (4, 1, 1), (4, 2, 2), (5, 0, 1), (5, 1, 2), (5, 2, 1), (6, 3, 1)]
+)
+def test_the_bound_counts_the_parts_cut_off(n: int, absent: int, partners: int) -> None:
+    """Over all draws, one by one: the sum is the expected number of parts cut off, so no less than P[some part is]."""
+    choices = [list(itertools.combinations([j for j in range(n) if j != i], partners)) for i in range(n)]
+    cut = parts = draws = 0
+    for drawn in itertools.product(*choices):
+        edges = {frozenset((i, j)) for i, others in enumerate(drawn) for j in others}
+        found = closed(range(n - absent), edges)
+        draws += 1
+        parts += len(found)
+        cut += bool(found)
+    bound = disconnection(n, absent, partners)
+    assert bound == pytest.approx(min(parts / draws, 1), rel=1e-12)
+    assert bound >= cut / draws
+
+
+@pytest.mark.parametrize(("n", "absent", "partners", "trials"), [(14, 4, 2, 2000), (24, 8, 3, 2000), (12, 0, 1, 1000)])
+def test_graphs_as_drawn_fall_apart_as_often_as_the_bound_says(n: int, absent: int, partners: int, trials: int) -> None:
+    parameters = Parameters(n, 2 * partners, 2, partners, False, n, n, 0)
+    staying = set(range(1, n - absent + 1))
+    apart = 0
+    for _ in range(trials):
+        reach: dict[int, set[int]] = {x: set() for x in staying}
+        for x in range(1, n + 1):
+            for y in partners_of(parameters, draw_holders(parameters, x)):
+                if {x, y} <= staying:
+                    reach[x].add(y)
+                    reach[y].add(x)
+        seen, edge = {1}, [1]
+        while edge:
+            new = reach[edge.pop()] - seen
+            seen |= new
+            edge.extend(new)
+        apart += seen != staying
+    bound = disconnection(n, absent, partners)
+    spread = 6 * math.sqrt(bound * (1 - bound) / trials)
+    assert apart / trials <= bound + spread
+    assert apart / trials >= bound * 0.7 - spread
+
+
+def test_more_partners_than_half_where_connectivity_needs_them() -> None:
+    """100 nodes, 5 % lost and 5 % corrupt: with 6 of 12 holders as partners one node in 2^24 would stand alone."""
+    chosen = choose(100, 0.05, 0.05, False)
+    assert disconnection(100, 10, 6) > 2.0**-24
+    assert (chosen.holders, chosen.partners) == (12, 9)
+
+
+def test_more_holders_where_all_as_partners_are_not_enough() -> None:
+    """Nobody lost, nobody corrupt: two holders would do for the shares, but not for one connected mask graph."""
+    chosen = choose(50, 0, 0, False)
+    assert (chosen.holders, chosen.threshold) == (4, 2)
+
+
+def test_on_a_complete_graph_all_others_hold_shares() -> None:
+    parameters = choose(6, 0.0, 0.0)
+    assert draw_holders(parameters, 1) == partners_of(parameters, draw_holders(parameters, 1)) == (2, 3, 4, 5, 6)
+    assert draw_holders(parameters, 4) == (1, 2, 3, 5, 6)
+    assert draw_holders(parameters, 6) == (1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("me", [1, 17, 31])
+def test_a_draw_is_of_distinct_others_and_uniform(me: int) -> None:
+    """χ² over holders and over partners. 29 degrees of freedom: above 105 once in 10^10."""
+    parameters = choose(31, 0.1, 0.1)
+    others = set(range(1, 32)) - {me}
+    holders: Counter[int] = Counter()
+    partners: Counter[int] = Counter()
+    trials = 3000
+    for _ in range(trials):
+        drawn = draw_holders(parameters, me)
+        assert len(drawn) == len(set(drawn)) == parameters.holders
+        assert set(drawn) <= others
+        holders.update(drawn)
+        partners.update(partners_of(parameters, drawn))
+    for counts, size in ((holders, parameters.holders), (partners, parameters.partners)):
+        assert counts.total() == trials * size
+        # Without replacement the counts vary less, by (30 - size) / 29.
+        expected = trials * size / 30
+        spread = expected * (30 - size) / 29
+        assert sum((counts[x] - expected) ** 2 for x in others) / spread < 105
+
+
+@pytest.mark.parametrize("me", [0, 32, -1])
+def test_only_a_node_of_the_cohort_draws(me: int) -> None:
+    with pytest.raises(ValueError, match="not one of 1 to 31"):
+        draw_holders(choose(31, 0.1, 0.1), me)

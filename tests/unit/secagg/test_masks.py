@@ -1,0 +1,141 @@
+"""Keystreams against another library's AES, and what their words look like."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from Crypto.Cipher import AES
+from fedward_common.secagg import masks
+from fedward_common.secagg.masks import KEY_BYTES, Keystream, MaskError, add_keystreams
+
+PART = masks._PART
+SIZES = [0, 1, 3, 4, 5, 1000, PART - 1, PART, PART + 1, 2 * PART + 7]
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def oracle(key: bytes, count: int) -> np.ndarray:
+    """The words by the textbook: the encrypted blocks 0, 1, 2 …, big-endian, one after another."""
+    blocks = b"".join(number.to_bytes(16, "big") for number in range(-(-count // 4)))
+    return np.frombuffer(AES.new(key, AES.MODE_ECB).encrypt(blocks), "<u4")[:count]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_words_are_aes_in_counter_mode(size):
+    words = np.zeros(size, np.uint32)
+    add_keystreams(words, [key(1)], [])
+    assert np.array_equal(words, oracle(key(1), size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_keystreams_are_added_and_subtracted_in_place(size):
+    rng = np.random.default_rng(size)
+    start = rng.integers(0, 2**32, size, np.uint32)
+    words = start.copy()
+    plus, minus = [key(1), key(2), key(3)], [key(4), key(5)]
+    add_keystreams(words, plus, minus)
+    expected = start.astype(object)
+    for k in plus:
+        expected = expected + oracle(k, size)
+    for k in minus:
+        expected = expected - oracle(k, size)
+    assert [int(w) for w in words] == [w % 2**32 for w in expected]
+
+
+def test_a_known_vector_of_aes_256():
+    """FIPS 197, appendix C.3, with its plaintext as the counter's start: the cipher under the keystream."""
+    encryptor = AES.new(bytes(range(32)), AES.MODE_ECB)
+    assert encryptor.encrypt(bytes.fromhex("00112233445566778899aabbccddeeff")).hex() == (
+        "8ea2b7ca516745bfeafc49904b496089"
+    )
+
+
+def test_no_keys_change_nothing():
+    words = np.arange(10, dtype=np.uint32)
+    add_keystreams(words, [], [])
+    assert words.tolist() == list(range(10))
+
+
+def test_a_part_of_a_vector_can_be_masked():
+    words = np.zeros(10, np.uint32)
+    add_keystreams(words[2:7], [key(1)], [])
+    assert np.array_equal(words[2:7], oracle(key(1), 5))
+    assert not words[:2].any() and not words[7:].any()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        np.zeros(10, np.uint32)[::2],
+        np.zeros(10, np.uint32)[::-1],
+        np.zeros((2, 5), np.uint32),
+        np.zeros(10, np.int32),
+        np.zeros(10, np.uint64),
+        np.zeros(10, ">u4"),
+        np.frombuffer(bytes(40), np.uint32),
+    ],
+    ids=["strided", "reversed", "matrix", "signed", "wide", "big-endian", "read-only"],
+)
+def test_other_words_are_refused(words):
+    with pytest.raises(MaskError, match="contiguous, writable vector of uint32"):
+        add_keystreams(words, [key(1)], [])
+
+
+@pytest.mark.parametrize("length", [0, 16, KEY_BYTES - 1, KEY_BYTES + 1])
+def test_a_key_of_another_length_is_refused_before_anything_is_added(length):
+    words = np.zeros(10, np.uint32)
+    with pytest.raises(MaskError, match=f"has {KEY_BYTES} bytes, this has {length}"):
+        add_keystreams(words, [key(1)], [bytes(length)])
+    assert not words.any()
+    with pytest.raises(MaskError):
+        Keystream(bytes(length))
+
+
+def test_a_stream_goes_on_where_it_stopped():
+    stream = Keystream(key(1))
+    counts = [3, 0, 1, PART + 5, 8, 2 * PART, 7]
+    got = np.concatenate([stream.words(count).copy() for count in counts])
+    assert np.array_equal(got, oracle(key(1), sum(counts)))
+
+
+def test_a_stream_without_a_key_takes_one_from_the_operating_system(monkeypatch):
+    asked = []
+
+    def urandom(count):
+        asked.append(count)
+        return key(7)
+
+    monkeypatch.setattr(masks.os, "urandom", urandom)
+    assert np.array_equal(Keystream().words(10), oracle(key(7), 10))
+    assert asked == [KEY_BYTES]
+
+
+def test_two_streams_without_a_key_differ():
+    assert not np.array_equal(Keystream().words(8), Keystream().words(8))
+
+
+def chi_square(words: np.ndarray) -> float:
+    """Pearson's statistic of the bytes' frequencies: 255 degrees of freedom if every byte is equally likely."""
+    raw = words.view(np.uint8)
+    expected = len(raw) / 256
+    return float(((np.bincount(raw, minlength=256) - expected) ** 2).sum() / expected)
+
+
+def test_masked_words_look_uniform():
+    """One 1 % test a byte position, and one over all: χ²(255) is in (184, 345) but for 2 in 10 000 (keys are fixed)."""
+    words = np.full(1 << 18, 5, np.uint32)
+    assert chi_square(words) > 1e6
+    add_keystreams(words, [key(1), key(2)], [key(3)])
+    assert 184 < chi_square(words) < 345
+    for position in range(4):
+        assert 184 < chi_square(words.view(np.uint8)[position::4].copy()) < 345
+
+
+def test_words_are_not_correlated_with_the_next_or_across_keys():
+    first, second = Keystream(key(1)).words(1 << 16), Keystream(key(2)).words(1 << 16)
+    for a, b in [(first, second), (first[:-1], first[1:])]:
+        assert abs(np.corrcoef(a, b)[0, 1]) < 4 / 2**8

@@ -1,0 +1,87 @@
+"""Whole secure rounds: the sum is exact whoever drops out where, or the round ends without one."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from fedward_common.secagg.client import Refusal
+from fedward_common.secagg.server import Aborted
+
+from .cohort import Cohort, run
+
+STAGES = ("deal", "mask", "agree", "unmask")
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 10, 31, 60])
+def test_without_drop_outs_the_sum_is_exact(n: int) -> None:
+    cohort = Cohort(n)
+    words, survivors = run(cohort)
+    assert survivors == frozenset(range(1, n + 1))
+    assert np.array_equal(words, cohort.total(survivors))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("n", [5, 10, 40])
+def test_as_many_as_promised_may_drop_out_at_any_stage(n: int, stage: str) -> None:
+    cohort = Cohort(n)
+    gone = range(2, 2 + cohort.parameters.n - cohort.parameters.survivors)
+    words, survivors = run(cohort, lambda at, i: i in gone and STAGES.index(at) >= STAGES.index(stage))
+    assert (len(survivors) == n) == (stage in ("agree", "unmask"))
+    assert np.array_equal(words, cohort.total(survivors))
+
+
+def test_any_mix_of_stages() -> None:
+    # Two of ten may be gone: each pair of nodes at each pair of stages.
+    for a, b in itertools.product(STAGES, repeat=2):
+        cohort = Cohort(10)
+        from_stage = {3: a, 8: b}
+        words, survivors = run(
+            cohort, lambda at, i, f=from_stage: i in f and STAGES.index(at) >= STAGES.index(f[i])
+        )
+        assert np.array_equal(words, cohort.total(survivors))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_more_ends_the_round(stage: str) -> None:
+    cohort = Cohort(5)
+    with pytest.raises(Aborted):
+        run(cohort, lambda at, i: i in (1, 2) and at == stage)
+
+
+def test_a_round_beyond_its_drop_outs_reveals_nothing() -> None:
+    cohort = Cohort(5)
+    clients = {i: cohort.client(i) for i in range(1, 6)}
+    server = cohort.server()
+    for i, client in clients.items():
+        server.deal(i, client.deal())
+    deliveries = server.close_dealing()
+    for i in (1, 2, 3):
+        words = cohort.sites[i - 1].words.copy()
+        clients[i].mask(deliveries[i], words)
+    with pytest.raises(Aborted, match="3 of 5"):
+        for i in (1, 2, 3):
+            server._survivors.add(i)
+        server.close_masking()
+    assert not server._shares
+
+
+def test_secrets_are_gone_after_unmasking() -> None:
+    cohort = Cohort(3)
+    clients = {i: cohort.client(i) for i in range(1, 4)}
+    server = cohort.server()
+    for i, client in clients.items():
+        server.deal(i, client.deal())
+    for i, delivery in server.close_dealing().items():
+        clients[i].mask(delivery, cohort.sites[i - 1].words.copy())
+        server._survivors.add(i)
+    survivors = server.close_masking()
+    for i in clients:
+        server.signed(i, clients[i].agree(survivors))
+    request = server.close_agreement()
+    for client in clients.values():
+        client.unmask(request)
+        assert not client._seed and client._keys is None and not client._held and client._own_shares is None
+        with pytest.raises(Refusal, match="out of turn"):
+            client.unmask(request)
