@@ -189,15 +189,14 @@ def show_journal(
     as_json: Annotated[bool, typer.Option("--json", help="the lines as they are, with all they say")] = False,
 ) -> None:
     """The messages that left this node, and the journal's head."""
-    from fedward_client.journal_show import message_table, messages, print_head
+    from fedward_client.journal_show import messages, print_head, print_messages
 
     entries, end = messages(NodePaths(directory.resolve()).journal, last, run)
     if as_json:
         for entry in entries:
             typer.echo(json.dumps(entry))
         return
-    # A verdict needs its room even where the terminal is narrow.
-    Console(width=max(out.width, 110)).print(message_table(entries))
+    print_messages(out, entries)
     if end is not None:
         print_head(out, end)
 

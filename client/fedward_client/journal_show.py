@@ -14,6 +14,8 @@ from rich.text import Text
 from fedward_client.journal_lines import MESSAGE, Line, forwards
 from fedward_client.journal_verify import Report
 
+_WIDTH = 110
+"""Columns that the table takes at least."""
 _MOST = 20
 """Problems shown; the first ones tell where it began."""
 
@@ -30,8 +32,8 @@ def messages(path: Path, last: int, run: str) -> tuple[list[Mapping[str, Any]], 
     return list(found), end
 
 
-def message_table(entries: list[Mapping[str, Any]]) -> Table:
-    """One row a message."""
+def print_messages(out: Console, entries: list[Mapping[str, Any]]) -> None:
+    """A table with one row a message."""
     table = Table(box=None)
     for name in ("time", "run", "round", "purpose", "outcome", "bytes", "protections"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("round", "bytes") else "left")
@@ -47,7 +49,8 @@ def message_table(entries: list[Mapping[str, Any]]) -> Table:
             plain(", ".join(map(str, entry["protections"])) or "none"),
             plain(entry["verdict"]),
         )
-    return table
+    # A verdict needs its room even where the terminal is narrow.
+    Console(width=max(out.width, _WIDTH)).print(table)
 
 
 def print_report(out: Console, report: Report) -> None:
