@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,14 +211,23 @@ def test_an_approval_is_taken_back_by_removing_its_file(node: Node) -> None:
     assert node.counting() == ["hospital-a", "ada"]
 
 
-def test_files_that_are_no_approvals_are_ignored(node: Node) -> None:
-    node.approve()
-    approvals = MemberApprovals(node.paths.members)
-    (found,) = node.paths.members.glob("node-hospital-b-*")
-    found.rename(found.with_name(f".{found.name}"))
-    assert node.counting() == ["hospital-a", "ada"]
-    approvals.keep_only(())
-    assert node.counting() == ["hospital-a"]
+def test_an_approval_is_for_one_member_only(tmp_path: Path) -> None:
+    approvals = MemberApprovals(tmp_path / "members")
+    one = Member(Kind.NODE, "b", key(), "b" * 32)
+    others = [
+        replace(one, kind=Kind.SCIENTIST), replace(one, name="c"), replace(one, key=key()),
+        replace(one, node_id="c" * 32), replace(one, name="c", node_id=""),
+    ]  # fmt: skip
+    assert approvals.approved([one]) == frozenset()
+    approvals.approve(one)
+    assert approvals.approved([one, *others]) == {one}
+    # What a crash left of a write is no approval.
+    (path,) = (tmp_path / "members").iterdir()
+    path.rename(path.with_name(f".{path.name}.tmp"))
+    assert approvals.approved([one]) == frozenset()
+    approvals.approve(one)
+    approvals.keep_only([*others])
+    assert approvals.approved([one]) == frozenset()
 
 
 @pytest.mark.parametrize("policy", [ASK, ""])
