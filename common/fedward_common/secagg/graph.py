@@ -126,7 +126,7 @@ def draw_holders(parameters: Parameters, me: int) -> tuple[int, ...]:
         if parameters.complete
         else secrets.SystemRandom().sample(range(1, parameters.n), parameters.holders)
     )
-    return tuple(sorted(x + (x >= me) for x in drawn))
+    return tuple(x + (x >= me) for x in drawn)
 
 
 def partners_of(parameters: Parameters, holders: tuple[int, ...]) -> tuple[int, ...]:
@@ -145,7 +145,8 @@ def disconnection(n: int, absent: int, partners: int) -> float:
 
         P <= sum over s = 1 .. m/2 of C(m, s) · a(m-s)^s · a(s)^(m-s).
 
-    The terms for s = 1 (one node alone, its value in the open) are nearly all of it.
+    The term for s = 1 (one node alone, its value in the open) is nearly all of it. The bound says nothing of a server
+    that calls nodes lost after it saw the draw: to cut one node off it needs to name all its honest partners only.
     """
     drawable = _log_choose(n - 1, partners)
 
