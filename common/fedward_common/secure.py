@@ -209,8 +209,10 @@ class SecureParticipant(Participant):
 
     def _mask(self, request: Request) -> Reply:
         now = self._under_way(request)
+        parameters = now.client.terms.parameters
+        size = SEALED if parameters.complete else SEALED + 2 * parameters.partners
         delivery = Delivery(
-            _bytes(request, SHARERS), _parsed(entries_from_bytes, _bytes(request, SEALED_SHARES), SEALED)
+            _bytes(request, SHARERS), _parsed(entries_from_bytes, _bytes(request, SEALED_SHARES), size)
         )
         if now.masked is not None and now.masked[0] == delivery:
             # Lost on its way: the very same bytes once more, never another vector under the same masks.

@@ -28,11 +28,15 @@ from fedward_common.secagg.keys import (
 )
 from fedward_common.secagg.masks import Words, add_keystreams
 from fedward_common.secagg.messages import (
+    DIGEST,
+    SEALED,
     SHARE,
     Dealt,
     Delivery,
     MessageError,
     Unmasking,
+    indices_from_bytes,
+    indices_to_bytes,
     members_from_bytes,
 )
 from fedward_common.secagg.terms import Terms, survivors_statement
@@ -96,6 +100,7 @@ class Client:
         self._seals: dict[int, SealKey] = {}
         self._own_shares: tuple[bytes, bytes] | None = None
         self._held: dict[int, tuple[bytes, bytes]] = {}
+        self._drew: dict[int, frozenset[int]] = {}
         self._sharers: frozenset[int] = frozenset()
         self._sharers_bytes = b""
         self._survivors_bytes = b""
@@ -109,7 +114,7 @@ class Client:
         if given.n < self._guarantees.least:
             raise Refusal(f"min_cohort = {self._guarantees.least}, the round is for {given.n}.")
         if given != asked:
-            for name in ("threshold", "holders", "quorum", "survivors", "partners"):
+            for name in ("threshold", "holders", "quorum", "survivors", "partners", "kept"):
                 if getattr(given, name) != getattr(asked, name):
                     raise Refusal(f"{name} = {getattr(given, name)}, the rules give {getattr(asked, name)}.")
             raise Refusal("the parameters are not those that the rules give.")
@@ -144,15 +149,14 @@ class Client:
         self._stage = _Stage.DEALT
         parameters, context = self.terms.parameters, self.terms.digest
         self._holders = draw_holders(parameters, self.index)
-        partners = frozenset(partners_of(parameters, self._holders))
+        drew = drawn_digest(listed_partners(parameters, self._holders), context)
         # On a complete graph a node holds a share of its own secrets too: the threshold counts it.
         places = (*self._holders, self.index) if parameters.complete else self._holders
         seeds = shamir.split(self._seed, places, parameters.threshold)
         mask_keys = shamir.split(keys.mask.private_bytes_raw(), places, parameters.threshold)
         sealed = {}
         for holder, seed, key in zip(self._holders, seeds, mask_keys, strict=False):
-            flag = b"\x01" if holder in partners else b"\x00"
-            sealed[holder] = self._seal(keys, holder).seal(seed + key + flag, self.index, holder)
+            sealed[holder] = self._seal(keys, holder).seal(seed + key + drew, self.index, holder)
         if parameters.complete:
             self._own_shares = (seeds[-1], mask_keys[-1])
         commitments = {
@@ -172,9 +176,10 @@ class Client:
         for dealer, sealed in delivery.sealed.items():
             if dealer not in sharers or dealer == self.index:
                 raise Refusal(f"shares from node {dealer}, which is not said to have dealt any.")
-            self._held[dealer], partner = self._opened(keys, dealer, sealed)
-            if partner:
+            self._held[dealer], drew = self._opened(keys, dealer, sealed)
+            if self.terms.parameters.complete or self.index in drew:
                 partners.add(dealer)
+            self._drew[dealer] = drew
         if self._own_shares is not None:
             self._held[self.index] = self._own_shares
         # From here on this node's vector is in the open if its masks were used twice.
@@ -206,6 +211,7 @@ class Client:
             self._check_split(survivors, dropped)
             self._check_survivors(survivors)
             self._check_signed_set(request.survivors)
+            self._check_kept(survivors)
             self._check_signatures(request, survivors)
             return {
                 dealer: seed if dealer in survivors else key for dealer, (seed, key) in sorted(self._held.items())
@@ -253,6 +259,14 @@ class Client:
         if survivors != self._survivors_bytes:
             raise Refusal("the survivors are not those that this node signed.")
 
+    def _check_kept(self, survivors: frozenset[int]) -> None:
+        # A server that names just one node's partners as dropped out would have its vector in the open.
+        for dealer in survivors.intersection(self._drew) if not self.terms.parameters.complete else ():
+            kept = len(self._drew[dealer] & survivors)
+            if kept < self.terms.parameters.kept:
+                asked = self.terms.parameters.kept
+                raise Refusal(f"{kept} of the mask partners of node {dealer} survived, {asked} must.")
+
     def _check_signatures(self, request: Unmasking, survivors: frozenset[int]) -> None:
         if self._guarantees.identities is None:
             return
@@ -290,17 +304,31 @@ class Client:
         pair = (min(self.index, other), max(self.index, other))
         return mask_key(keys.mask, self.terms.advertisement(other).mask_key, self.terms.digest, pair)
 
-    def _opened(self, keys: KeyPairs, dealer: int, sealed: bytes) -> tuple[tuple[bytes, bytes], bool]:
+    def _opened(self, keys: KeyPairs, dealer: int, data: bytes) -> tuple[tuple[bytes, bytes], frozenset[int]]:
+        """The dealer's two shares for this node, and the mask partners that it drew (none on a complete graph)."""
+        sealed, listed = data[:SEALED], data[SEALED:]
         try:
             plain = self._seal(keys, dealer).open(sealed, dealer, self.index)
         except AdvertisementError as error:
             raise Refusal(str(error)) from error
-        return (plain[:SHARE], plain[SHARE : 2 * SHARE]), plain[2 * SHARE :] == b"\x01"
+        if plain[2 * SHARE :] != drawn_digest(listed, self.terms.digest):
+            raise Refusal(f"the mask partners of node {dealer} are not those that it drew.")
+        return (plain[:SHARE], plain[SHARE : 2 * SHARE]), frozenset(indices_from_bytes(listed))
 
     def _sign(self, survivors: bytes) -> bytes:
         if self._identity is None:
             return bytes(64)
         return self._identity.sign(survivors_statement(self.terms, self._sharers_bytes, survivors))
+
+
+def listed_partners(parameters: Parameters, holders: tuple[int, ...]) -> bytes:
+    """The mask partners that a node names to its holders; on a complete graph there is nothing to say."""
+    return b"" if parameters.complete else indices_to_bytes(partners_of(parameters, holders))
+
+
+def drawn_digest(listed: bytes, context: bytes) -> bytes:
+    """Binds a dealer's list of mask partners to its shares."""
+    return hashlib.sha256(b"fedward secagg drawn" + context + listed).digest()[:DIGEST]
 
 
 def seed_commitment(seed: bytes, context: bytes) -> bytes:

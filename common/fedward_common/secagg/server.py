@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedward_common.errors import FedwardError
 from fedward_common.secagg import shamir
-from fedward_common.secagg.client import seed_commitment
+from fedward_common.secagg.client import listed_partners, seed_commitment
 from fedward_common.secagg.graph import partners_of
 from fedward_common.secagg.keys import Identities, mask_key, self_mask_key
 from fedward_common.secagg.masks import Words, add_keystreams
@@ -86,8 +86,9 @@ class Server:
         sharers = members_to_bytes(self._sharers, self.terms.n)
         sealed: dict[int, dict[int, bytes]] = {holder: {} for holder in sorted(self._sharers)}
         for index, dealer in self._dealers.items():
+            listed = listed_partners(parameters, tuple(dealer.dealt.sealed))
             for holder in self._sharers.intersection(dealer.dealt.sealed):
-                sealed[holder][index] = dealer.dealt.sealed[holder]
+                sealed[holder][index] = dealer.dealt.sealed[holder] + listed
         return {holder: Delivery(sharers, shares) for holder, shares in sealed.items()}
 
     # --- stage 2: masked vectors

@@ -348,8 +348,8 @@ def done_from_frame(frame: Frame, op: str) -> Done:
     """The result of a work with this `op`. Raises `FrameError`.
 
     Metric names are short plain names and info holds numbers and truth values only (and for "prepare" and
-    "initial" the text "layout" and the list "metric_names"): task code must not send free text off the node. Values may be NaN: the update
-    gate judges them.
+    "initial" the text "layout" and the list of names "metric_names"): task code must not send free text off the node.
+    Values may be NaN: the update gate, which knows what the algorithm asks for, is the next step. Raises `FrameError`.
     """
     from fedward_common.local import Done
 
