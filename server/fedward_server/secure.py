@@ -215,7 +215,9 @@ class _Sum:
         if not missing:
             return
         ask = replace(self._first, purpose=Purpose.ADVERTISE, vectors={}, included=None, settings={})
-        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), len(missing), _QUICK, _LONGEST):
+        # Where the others will do, a node that was killed is not waited for until its lease runs out.
+        needed = min(len(missing), self._needed - (len(self._requests) - len(missing)))
+        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), needed, _QUICK, _LONGEST):
             if name not in self._secure._advertised:
                 self._failures[name] = Failure(Reason.SECURE_SUM, "its advertisement is not signed as the roster says")
         for name in missing:
