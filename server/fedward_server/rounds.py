@@ -16,6 +16,7 @@ from fedward_common.algorithms.base import MODEL, STATISTIC, Cohort, ServerState
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
 from fedward_common.messages import Failure, Purpose, Request, Stamp
+from fedward_common.secagg.graph import MIN_COHORT
 from fedward_common.update import Layout, Vectors, all_finite
 
 from fedward_server import evaluation
@@ -178,7 +179,7 @@ class Rounds:
     @property
     def _quorum(self) -> int:
         """Nodes without which no round can close, whatever its cohort."""
-        return self.config.cohort.quorum or 1
+        return max(self.config.cohort.quorum or 1, MIN_COHORT if self.config.secure_sum.enabled else 1)
 
     def _wait(self, needed: int, expected: tuple[str, ...]) -> None:
         self._preparation.wait(needed, expected, self.config.cohort.wait, self.grace)
