@@ -268,6 +268,9 @@ class Client:
                 raise Refusal(f"{kept} of the mask partners of node {dealer} survived, {asked} must.")
 
     def _check_signatures(self, request: Unmasking, survivors: frozenset[int]) -> None:
+        """As many survivors must have signed the set as it must have members. A quorum would make it the only set; but
+        a member that did not sign may be one that the server made up from keys of an earlier round, whose secrets were
+        revealed there, and then nobody's vector stands for it in the sum."""
         if self._guarantees.identities is None:
             return
         statement = survivors_statement(self.terms, self._sharers_bytes, request.survivors)
@@ -280,9 +283,9 @@ class Client:
             except InvalidSignature as error:
                 raise Refusal(f"the survivors' signature of node {signer} is wrong.") from error
             valid += 1
-            if valid == self.terms.parameters.quorum:
+            if valid == self._fewest():
                 return
-        raise Refusal(f"{valid} survivors signed this set, {self.terms.parameters.quorum} must have.")
+        raise Refusal(f"{valid} survivors signed this set, {self._fewest()} must have.")
 
     def _fewest(self) -> int:
         return max(self._guarantees.least, self.terms.parameters.survivors)

@@ -2,8 +2,9 @@
 
 Bell, Bonawitz, Gascón, Lepoint, Raykova, "Secure single-server aggregation with (poly)logarithmic overhead", CCS 2020.
 There the server deals neighbours by a permutation, which a lying server would choose so as to surround a victim with
-its own nodes. Here each node draws its own k holders, uniformly among the others: the first `partners` of them are
-its mask partners, and two nodes share a mask when either drew the other. The rules below are recomputed for that.
+its own nodes. Here each node draws its own k holders, uniformly among the others: the first `partners` of them (all,
+where the server may lie) are its mask partners, and two nodes share a mask when either drew the other. The rules below
+are recomputed for that.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Parameters:
     n: nodes in the cohort. holders: k, nodes that hold a share of one node's secrets (complete graph: n, itself
     included). threshold: t, shares that give a secret. partners: drawn holders that are also mask partners (complete:
     n - 1). kept: how many of the partners that a node drew must be among the survivors, or no holder gives a share of
-    its self-mask (0: not asked). survivors: least members of the survivor set. quorum: signatures over one survivor
-    set that a node wants to see before it reveals a share; two different sets never both reach it while no more than
-    `colluders` sign twice. colluders: nodes that may side with the server.
+    its self-mask (0: not asked). survivors: least members of the survivor set, and signatures over it that a node wants
+    to see before it reveals a share. quorum: at most that, and so many that two different sets never both reach it
+    while no more than `colluders` sign twice. colluders: nodes that may side with the server.
     """
 
     n: int
@@ -70,9 +71,13 @@ def choose(n: int, dropout: float, corrupt: float, semi_malicious: bool = True) 
     - correctness: n · P[fewer than t surviving holders] <= 2^-20;
     - semi-malicious: with c corrupt holders at most (but for 2^-41), 2t > k + c. An honest holder gives a share of one
       of a node's two secrets, a corrupt one of both, so that the server cannot get both secrets of a node;
-    - connectivity: semi-honest `disconnection`, semi-malicious `isolation` < 2^-41, the latter with the most kept
-      partners for which n · P[fewer of a node's partners survive] <= 2^-20. The partners are k/2, or as many more of
-      the k as that needs; if all k are not enough, k grows.
+    - connectivity, semi-honest: `disconnection` < 2^-41. The partners are k/2, or as many more of the k as that needs;
+      if all k are not enough, k grows;
+    - connectivity, semi-malicious: all k are partners, and `isolation` < 2^-41 with the most kept partners for which
+      n · P[fewer of a node's partners survive] <= 2^-20. With fewer partners the server could conceal some from a node
+      (tell it, and only it, that they dealt no shares) and name others as lost, until only corrupt ones are left. But a
+      node sends its vector only if t of its holders dealt, by what it heard, and its seed is revealed only by t that
+      survived, by what they signed: 2t - k at least are both, and one of these is honest and its partner.
     At least 2 shares are needed always: one holder alone knows nothing.
 
     Up to 30 nodes, or where that k would be n - 1 or more, the graph is complete and nothing is left to chance.
@@ -223,7 +228,7 @@ def _sparse(n: int, colluders: int, drop_outs: int, semi_malicious: bool) -> tup
         threshold = (k + corrupt - 1) // 2 + 1 if semi_malicious else max(corrupt, 2)
         if threshold > k - lost + 1:
             continue
-        partners = max(partners, k // 2)
+        partners = k if semi_malicious else max(partners, k // 2)
         while partners <= k:
             if semi_malicious:
                 lost_partners = _least(n - 1, drop_outs, partners, correctness, lost_partners)

@@ -139,14 +139,13 @@ class Server:
 
     def close_agreement(self) -> Unmasking:
         """The request to each signer. Raises `Aborted`."""
-        quorum = self.terms.parameters.quorum
-        if len(self._signatures) < quorum:
-            raise Aborted(f"{len(self._signatures)} nodes signed the survivor set, {quorum} must.")
-        # As many as a node asks for, no more: each costs a node its verification.
-        shown = {index: self._signatures[index] for index in sorted(self._signatures)[:quorum]}
+        self._enough(len(self._signatures), "signed the survivor set")
+        # All signatures: a node verifies no more than it asks for, and its policy may ask for more than the rules do.
         dropped = self._sharers - self._survivors
         n = self.terms.n
-        return Unmasking(members_to_bytes(self._survivors, n), members_to_bytes(dropped, n), shown)
+        return Unmasking(
+            members_to_bytes(self._survivors, n), members_to_bytes(dropped, n), dict(sorted(self._signatures.items()))
+        )
 
     # --- stage 4: unmasking
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -117,13 +118,14 @@ def test_what_every_choice_promises(n: int) -> None:
             assert chosen.holders / 2 <= chosen.partners <= chosen.holders
             few, lost = chosen.colluders, chosen.drop_outs
             assert connected(n, few, lost, chosen.partners, semi_malicious)
-            if chosen.partners > chosen.holders / 2:
-                assert not connected(n, few, lost, chosen.partners - 1, semi_malicious)
             if semi_malicious:
+                assert chosen.partners == chosen.holders
                 fewer = at_least(n - 1, lost, chosen.partners, chosen.partners - chosen.kept + 1)
                 assert n * fewer <= Fraction(1, 2**20)
             else:
                 assert chosen.kept == 0
+                if chosen.partners > chosen.holders / 2:
+                    assert not connected(n, few, lost, chosen.partners - 1, semi_malicious)
 
 
 def test_hospitals() -> None:
@@ -284,7 +286,7 @@ def test_a_server_that_names_the_lost_nodes_cuts_one_off_only_without_kept_partn
     """Colluders are the last nodes. The victim's honest partners are few enough to be named lost, all of them: its
     masks are then all known, and its value is in the open. Its own drawn partners give the lie away."""
     n = 1000
-    parameters = choose(n, 0.1, 0.1)
+    parameters = replace(choose(n, 0.1, 0.1), partners=54, kept=33)
     colluders = set(range(n - parameters.colluders + 1, n + 1))
     own, shares_mask = mask_graph(parameters)
     for victim in range(1, n - parameters.colluders + 1):
@@ -296,6 +298,37 @@ def test_a_server_that_names_the_lost_nodes_cuts_one_off_only_without_kept_partn
         raise AssertionError("this attack was never possible here")
     assert not shares_mask[victim] & survivors - colluders
     assert len(own[victim] & survivors) < parameters.kept
+
+
+def log2_all(nodes: int, population: int, marked: int, draws: int, count: int) -> float:
+    """log2 P[each of so many nodes draws at least `count` of the marked]."""
+    exact = at_least(population, min(marked, population), draws, count)
+    one = math.log2(exact.numerator) - math.log2(exact.denominator) if exact else -math.inf
+    return nodes * one if nodes else 0.0
+
+
+@pytest.mark.parametrize(("n", "fraction"), [(31, 0.05), (40, 0.2), (100, 0.05), (100, 0.1)])
+def test_no_part_is_cut_off_by_telling_nodes_different_things(n: int, fraction: float) -> None:
+    """The server may conceal from some nodes that others dealt; these sign nothing that the rest signs, and n - D must
+    sign, so that those lied to and those named as lost are D at most. It may hold back what was dealt to a part S of s
+    honest nodes from outside. S comes off if each node in it drew, in S or among the colluders, all but 2(k - t) of its
+    k partners if it was lied to, and else all but k - t; or with the lost nodes named: all but k - t, and all, in S,
+    among the colluders or the lost."""
+    chosen = choose(n, fraction, fraction)
+    k, t, lost = chosen.holders, chosen.threshold, chosen.drop_outs
+    honest = n - chosen.colluders
+    total = 0.0
+    for s, lied_to in itertools.product(range(1, honest // 2 + 1), range(lost + 1)):
+        if lied_to > s:
+            continue
+        near = chosen.colluders + s - 1
+        others, named = s - lied_to, lost - lied_to
+        any_lost = log2_all(lied_to, n - 1, near, k, 2 * t - k) + log2_all(others, n - 1, near, k, t)
+        these_lost = log2_all(lied_to, n - 1, near + named, k, t) + log2_all(others, n - 1, near + named, k, k)
+        these_lost += math.log2(math.comb(honest - s, named))
+        parts = math.log2(math.comb(honest, s)) + math.log2(math.comb(s, lied_to))
+        total += 2.0 ** (parts + min(any_lost, these_lost))
+    assert total < 2.0**-41
 
 
 def test_honest_rounds_keep_enough_partners() -> None:
