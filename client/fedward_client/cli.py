@@ -102,6 +102,7 @@ def status(directory: Folder = DEFAULT) -> None:
     table = Table(show_header=False, box=None)
     table.add_row("name", member.name)
     table.add_row("node id", member.node_id)
+    table.add_row("public key", member.own_key)
     table.add_row("server", member.server)
     roster, pending = member.newest(), len(member.pending())
     waiting = f", {pending} members wait for approval ('fedward node roster show')" if pending else ""

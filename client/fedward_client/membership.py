@@ -56,6 +56,11 @@ class Membership:
         return self._enrolled.node_id
 
     @property
+    def own_key(self) -> str:
+        """Public half (base64url) of this node's identity key: what other sites compare before they approve it."""
+        return self._own_key
+
+    @property
     def server(self) -> str:
         """Address of the Fedward service."""
         return self._enrolled.server
