@@ -17,7 +17,7 @@ from fedward_client.kept_roster import keep_roster
 from fedward_client.link import Link
 from fedward_client.member_approval import MemberApprovals
 from fedward_client.paths import NodePaths
-from fedward_client.policy import Policy
+from fedward_client.policy import Policy, load_policy
 from fedward_client.roster_log import RosterLog
 from fedward_client.status import StatusFile
 
@@ -44,6 +44,12 @@ class Membership:
         self._approvals = MemberApprovals(paths.members)
         self._log = RosterLog(paths.roster_log)
         self._last_refusal = ""
+
+    @classmethod
+    def open(cls, paths: NodePaths) -> Membership:
+        """With the policy in the state directory. One that is not enrolled has none, and is told the first of it."""
+        Enrolled.load(paths)
+        return cls(paths, load_policy(paths.policy))
 
     @property
     def name(self) -> str:
