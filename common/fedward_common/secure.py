@@ -11,32 +11,27 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
-from fedward_common.errors import FedwardError
 from fedward_common.local import Done, Work
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.node import Participant, Refused, StateStore
 from fedward_common.roster import Roster
 from fedward_common.secagg.client import Guarantees
-from fedward_common.secagg.graph import Parameters
-from fedward_common.secagg.messages import advertisements_from_bytes
 from fedward_common.secagg.terms import Terms
 from fedward_common.signing import canonical
 from fedward_common.steps import (
     ADVERTISEMENTS,
     MASKED,
-    TERMS,
     Blobs,
     Steps,
     Words,
-    bytes_of,
+    digest,
     laid_out,
-    parsed,
     refusing,
+    told_terms,
 )
 from fedward_common.summand import Shape
 from fedward_common.update import Update, Vectors
@@ -50,16 +45,6 @@ WEIGHING = (f"{TRAIN}examples",)
 
 _LIFE = 3600.0
 """Seconds after which a node forgets a round that the server never ended."""
-
-
-def digest(vectors: Vectors) -> str:
-    """SHA-256 of a broadcast, hex."""
-    found = hashlib.sha256()
-    for name in sorted(vectors):
-        vector = np.ascontiguousarray(vectors[name])
-        found.update(f"{name} {vector.dtype.str} {vector.size}\n".encode())
-        found.update(vector.data)
-    return found.hexdigest()
 
 
 def config_digest(config: RunConfig) -> str:
@@ -178,30 +163,10 @@ class SecureParticipant(Participant):
     # --- what the round is held against
 
     def _terms(self, request: Request, broadcast: Vectors) -> tuple[Shape, Terms]:
-        told = request.settings.get(TERMS)
-        if not isinstance(told, Mapping) or ADVERTISEMENTS not in request.vectors:
-            raise Refused(Failure(Reason.SECURE_SUM, "the request carries no terms of a secure sum"))
-        advertisements = parsed(advertisements_from_bytes, bytes_of(request, ADVERTISEMENTS))
-        try:
-            shape = Shape.from_json(str(told["shape"]))
-            parameters = Parameters(**told["parameters"])
-        except (FedwardError, KeyError, TypeError, ValueError) as error:
-            raise Refused(Failure(Reason.SECURE_SUM, "the terms of the secure sum cannot be read")) from error
-        self._check_shape(shape, request.purpose, len(advertisements))
-        terms = Terms(
-            run=self._run,
-            round=request.round,
-            attempt=request.attempt,
-            purpose=request.purpose.value,
-            model=digest(broadcast),
-            config=config_digest(self.config),
-            roster=self._standing.roster().digest,
-            shape=shape.to_json(),
-            length=shape.length,
-            bits=shape.bits,
-            parameters=parameters,
-            advertisements=advertisements,
+        shape, terms = told_terms(
+            request, self._run, digest(broadcast), config_digest(self.config), self._standing.roster().digest
         )
+        self._check_shape(shape, request.purpose, terms.n)
         return shape, terms
 
     def _check_shape(self, shape: Shape, purpose: Purpose, n: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedward_common.errors import UpdateError
+from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Reason, Request
 from fedward_common.node import Refused
 from fedward_common.pipeline import Clip, Flat, Quantize, Road
 from fedward_common.secagg.client import Client, Guarantees, Refusal
-from fedward_common.secagg.graph import NoProtection
+from fedward_common.secagg.graph import NoProtection, Parameters
 from fedward_common.secagg.keys import AdvertisementError, Keyring
 from fedward_common.secagg.masks import Keystream
 from fedward_common.secagg.messages import (
@@ -27,13 +28,14 @@ from fedward_common.secagg.messages import (
     Delivery,
     MessageError,
     Unmasking,
+    advertisements_from_bytes,
     entries_from_bytes,
     entries_to_bytes,
 )
 from fedward_common.secagg.packing import pack
 from fedward_common.secagg.terms import Terms
 from fedward_common.summand import Shape
-from fedward_common.update import Update
+from fedward_common.update import Update, Vectors
 
 ADVERTISEMENT = "advertisement"
 ADVERTISEMENTS = "advertisements"
@@ -58,6 +60,16 @@ Words = npt.NDArray[np.uint32]
 def blob(data: bytes) -> Blob:
     """Bytes as a vector that a message can carry."""
     return np.frombuffer(data, dtype=np.uint8)
+
+
+def digest(vectors: Vectors) -> str:
+    """SHA-256 of a broadcast, hex."""
+    found = hashlib.sha256()
+    for name in sorted(vectors):
+        vector = np.ascontiguousarray(vectors[name])
+        found.update(f"{name} {vector.dtype.str} {vector.size}\n".encode())
+        found.update(vector.data)
+    return found.hexdigest()
 
 
 @dataclass
@@ -194,6 +206,34 @@ class Steps:
                 delivery = Delivery(told[SHARERS], entries_from_bytes(told[SEALED_SHARES], SEALED))
                 steps._round.masked = (delivery, blob(told[MASKED]))
         return steps
+
+
+def told_terms(request: Request, run: str, model: str, config: str, roster: str) -> tuple[Shape, Terms]:
+    """The terms in a TRAIN or EVALUATE request, with this side's own digests. Raises `Refused`."""
+    told = request.settings.get(TERMS)
+    if not isinstance(told, Mapping) or ADVERTISEMENTS not in request.vectors:
+        raise Refused(Failure(Reason.SECURE_SUM, "the request carries no terms of a secure sum"))
+    advertisements = parsed(advertisements_from_bytes, bytes_of(request, ADVERTISEMENTS))
+    try:
+        shape = Shape.from_json(str(told["shape"]))
+        parameters = Parameters(**told["parameters"])
+    except (FedwardError, KeyError, TypeError, ValueError) as error:
+        raise Refused(Failure(Reason.SECURE_SUM, "the terms of the secure sum cannot be read")) from error
+    terms = Terms(
+        run=run,
+        round=request.round,
+        attempt=request.attempt,
+        purpose=request.purpose.value,
+        model=model,
+        config=config,
+        roster=roster,
+        shape=shape.to_json(),
+        length=shape.length,
+        bits=shape.bits,
+        parameters=parameters,
+        advertisements=advertisements,
+    )
+    return shape, terms
 
 
 def laid_out(shape: Shape, update: Update) -> Words:

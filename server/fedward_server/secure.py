@@ -31,7 +31,7 @@ from fedward_common.secagg.messages import (
 from fedward_common.secagg.packing import PackingError, packed_size
 from fedward_common.secagg.server import Aborted, Rejected, Server
 from fedward_common.secagg.terms import Terms
-from fedward_common.secure import config_digest, digest
+from fedward_common.secure import config_digest
 from fedward_common.steps import (
     ADVERTISEMENT,
     ADVERTISEMENTS,
@@ -45,6 +45,7 @@ from fedward_common.steps import (
     SURVIVORS,
     TERMS,
     blob,
+    digest,
 )
 from fedward_common.summand import Shape, ShapeError, WrongSum, decode
 from fedward_common.update import Update, Vectors
