@@ -23,7 +23,7 @@ from fedward_server.checkpoint import Checkpoint
 from fedward_server.evaluation import Evaluation, Means
 from fedward_server.gathering import Gathering
 from fedward_server.patience import Patience
-from fedward_server.secure import SecureSum, SumFailed, Summed
+from fedward_server.secure import Enrolled, SecureSum, SumFailed, Summed
 from fedward_server.transport import Clock, Deadline, Transport
 
 _WEIGHING_SECONDS = 120.0
@@ -135,7 +135,8 @@ class SecureCollector:
         roster: Callable[[], Roster],
     ) -> SecureCollector:
         """The collector of one run."""
-        return cls(config, algorithm, layout, metric_names, SecureSum(transport, run, config, roster, Patience(clock)))
+        rules = Enrolled(run, config, roster)
+        return cls(config, algorithm, layout, metric_names, SecureSum(transport, run, rules, Patience(clock)))
 
     def hear(self, name: str, reply: Reply) -> None:
         self.secure.hear(name, reply)

@@ -162,18 +162,22 @@ class FlowerTransport:
             del reply
 
     def _push(self, requests: Mapping[str, Request], ttl: float) -> dict[str, str]:
-        """Message id -> node name for what was sent. Equal vectors are hashed, sent and stored once."""
+        """Message id -> node name for what was sent."""
+        messages = self._messages(requests, ttl)
+        self._down += sum(_size(request.vectors.values()) for request in requests.values())
+        ids = self._grid.push_messages(messages) if self._client is None else self._push_each(messages)
+        return {message_id: name for message_id, name in zip(ids, requests, strict=True) if message_id}
+
+    def _messages(self, requests: Mapping[str, Request], ttl: float) -> list[Message]:
+        """The requests as messages, in order. Equal vectors are hashed, sent and stored once."""
         shared: dict[tuple[int, ...], VectorRecord] = {}
-        messages, names = [], []
+        messages = []
         for name, request in requests.items():
             key = tuple(id(vector) for vector in request.vectors.values())
             if key not in shared:
                 shared[key] = vector_record(request.vectors)
             messages.append(request_to_message(request, self._flower_ids[name], ttl, shared[key]))
-            names.append(name)
-            self._down += _size(request.vectors.values())
-        ids = self._grid.push_messages(messages) if self._client is None else self._push_each(messages)
-        return {message_id: name for message_id, name in zip(ids, names, strict=True) if message_id}
+        return messages
 
     def _push_each(self, messages: list[Message]) -> list[str]:
         return _push_each(self._client, _run_id(self._grid), messages)
