@@ -27,6 +27,7 @@ from fedward_common.secagg.messages import (
     Delivery,
     MessageError,
     Unmasking,
+    advertisements_from_bytes,
     delivered_size,
     entries_from_bytes,
     entries_to_bytes,
