@@ -25,6 +25,7 @@ from fedward_common.signing import canonical
 from fedward_common.steps import (
     ADVERTISEMENTS,
     MASKED,
+    ROSTER,
     Blobs,
     Steps,
     Words,
@@ -62,13 +63,18 @@ def schema(trains: bool, evaluates: bool, metric_names: tuple[str, ...]) -> tupl
 
 @dataclass(frozen=True)
 class Standing:
-    """Who this node is to its peers. roster: the newest that it accepts. least: fewest nodes in a sum, by its own
-    policy."""
+    """Who this node is to its peers. newest: the roster that it knows, as it was signed. roster: who of it counts on
+    this node. least: fewest nodes in a sum, by its own policy."""
 
     node: bytes
     identity: Ed25519PrivateKey
+    newest: Callable[[], Roster]
     roster: Callable[[], Roster]
     least: int
+
+
+_TOLD = (ADVERTISEMENTS, ROSTER)
+"""Vectors in a request that are no part of the broadcast."""
 
 
 class SecureParticipant(Participant):
@@ -117,7 +123,7 @@ class SecureParticipant(Participant):
 
     def _start(self, request: Request) -> Reply:
         self._steps.abandon()
-        broadcast = {name: vector for name, vector in request.vectors.items() if name != ADVERTISEMENTS}
+        broadcast = {name: vector for name, vector in request.vectors.items() if name not in _TOLD}
         shape, terms = self._terms(request, broadcast)
         dealt = self._steps.start(
             terms, self._guarantees(terms.n), lambda: self._words(request, shape, broadcast)
@@ -164,7 +170,7 @@ class SecureParticipant(Participant):
 
     def _terms(self, request: Request, broadcast: Vectors) -> tuple[Shape, Terms]:
         shape, terms = told_terms(
-            request, self._run, digest(broadcast), config_digest(self.config), self._standing.roster().digest
+            request, self._run, digest(broadcast), config_digest(self.config), self._standing.newest().digest
         )
         self._check_shape(shape, request.purpose, terms.n)
         return shape, terms

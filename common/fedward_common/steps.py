@@ -47,6 +47,8 @@ SURVIVORS = "survivors"
 SIGNATURES = "signatures"
 DROPPED = "dropped"
 REVEALED = "revealed"
+ROSTER = "roster"
+"""The signed roster that the round's keys are checked against, in a TRAIN or EVALUATE request."""
 
 TERMS = "secure_sum"
 """In a request's settings: {"shape": canonical text, "parameters": {…}}."""
@@ -221,6 +223,9 @@ def told_terms(request: Request, run: str, model: str, config: str, roster: str)
         parameters = Parameters(**told["parameters"])
     except (FedwardError, KeyError, TypeError, ValueError) as error:
         raise Refused(Failure(Reason.SECURE_SUM, "the terms of the secure sum cannot be read")) from error
+    if told.get("roster", roster) != roster:
+        rule = f"the round is for the roster {_short(str(told['roster']))}, this node knows {_short(roster)}"
+        raise Refused(Failure(Reason.SECURE_SUM, rule))
     terms = Terms(
         run=run,
         round=request.round,
@@ -236,6 +241,11 @@ def told_terms(request: Request, run: str, model: str, config: str, roster: str)
         advertisements=advertisements,
     )
     return shape, terms
+
+
+def _short(roster: str) -> str:
+    version, _, sha256 = roster.partition(":")
+    return f"version {version} ({sha256[:12]})"
 
 
 def laid_out(shape: Shape, update: Update) -> Words:

@@ -81,9 +81,8 @@ def _rounds(
         transport = FlowerTransport(grid, directory, DirectRuntime(paths.superlink_database, grid.run.run_id))
         collector: Collector = PlainCollector(config, algorithm, layout, transport, clock)
         if config.secure_sum.enabled:
-            collector = SecureCollector.over(
-                transport, clock, run.root.name, config, algorithm, layout, metric_names, directory.roster
-            )
+            told = (transport, clock, run.root.name, config, algorithm, layout, metric_names)
+            collector = SecureCollector.over(*told, directory.roster, directory.envelope)
         Rounds(
             config=config,
             algorithm=algorithm,

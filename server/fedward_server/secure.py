@@ -39,6 +39,7 @@ from fedward_common.steps import (
     DROPPED,
     MASKED,
     REVEALED,
+    ROSTER,
     SEALED_SHARES,
     SHARERS,
     SIGNATURES,
@@ -96,6 +97,10 @@ class Rules(Protocol):
         """Digest of the roster."""
 
     @property
+    def envelope(self) -> bytes:
+        """The signed roster, for nodes that know an older one; b"" where all know the same."""
+
+    @property
     def identities(self) -> Identities | None:
         """The roster's keys; None where nodes have none."""
 
@@ -114,6 +119,11 @@ class Enrolled:
     run: str
     options: RunConfig
     members: Callable[[], Roster]
+    signed: Callable[[], bytes] = lambda: b""
+
+    @property
+    def envelope(self) -> bytes:
+        return self.signed()
 
     @property
     def config(self) -> str:
@@ -274,9 +284,12 @@ class _Sum:
 
     def _deal(self, server: Server) -> None:
         terms = server.terms
-        told = {"shape": terms.shape, "parameters": asdict(terms.parameters)}
+        told = {"shape": terms.shape, "parameters": asdict(terms.parameters), "roster": terms.roster}
         # One vector object for all, so that it is sent and stored once.
         vectors = {**self._first.vectors, ADVERTISEMENTS: blob(advertisements_to_bytes(terms.advertisements))}
+        envelope = self._secure.rules.envelope
+        if envelope:
+            vectors[ROSTER] = blob(envelope)
         requests = {}
         for name in self._names:
             request = self._requests[name]

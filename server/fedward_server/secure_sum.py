@@ -167,6 +167,7 @@ class _Unenrolled:
     config = ""
     roster = ""
     identities = None
+    envelope = b""
 
     def parameters(self, n: int) -> Parameters:
         return stock.parameters(n, self.dropout, self.corrupt)
