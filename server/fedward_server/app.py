@@ -95,7 +95,7 @@ def _rounds(
             epoch=epoch,
             log=log,
             central=central if config.evaluation.central else None,
-            prepare_settings={"roster": json.loads(paths.roster.read_text())},
+            prepare_settings=lambda: {"roster": json.loads(directory.envelope())},
         ).run()
     finally:
         host.close()

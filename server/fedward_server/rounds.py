@@ -50,7 +50,8 @@ class Rounds:
     """One run. run id: the name of `paths.root`.
 
     initial: vectors "model", "statistic" and "counter" (if any) of the initial model. epoch: higher than that of any
-    process that ran these rounds before. prepare_settings: JSON values that go with each PREPARE (the roster).
+    process that ran these rounds before. prepare_settings: gives JSON values that go with each PREPARE (the roster, as
+    it is then).
     """
 
     config: RunConfig
@@ -64,18 +65,18 @@ class Rounds:
     log: EventLog
     central: Central | None = None
     should_stop: Callable[[], bool] = lambda: False
-    prepare_settings: Mapping[str, Any] = field(default_factory=dict)
+    prepare_settings: Callable[[], Mapping[str, Any]] = dict
     clock: Clock = field(default_factory=Clock)
     grace: float = GRACE
 
     def __post_init__(self) -> None:
         self._run = self.paths.root.name
         self._checkpoints = Checkpoints(self.paths, self.config.rounds, self.epoch)
-        settings = {**self.prepare_settings, "layout": self.layout.digest()}
+        layout = {"layout": self.layout.digest()}
         self._preparation = Preparation(
             self.transport,
             Members.of(self.config),
-            Request(Purpose.PREPARE, self._run, settings=settings),
+            lambda: Request(Purpose.PREPARE, self._run, settings={**self.prepare_settings(), **layout}),
             self.clock,
             self.log,
             self._stopped,
