@@ -8,6 +8,7 @@ vector too; what else a reply says depends on no data.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.local import Done, Work
-from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
+from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant, Refused, StateStore
 from fedward_common.pipeline import Clip, Flat, Quantize, Road
 from fedward_common.roster import Roster
@@ -45,6 +46,8 @@ from fedward_common.secagg.terms import Terms
 from fedward_common.signing import canonical
 from fedward_common.summand import Shape
 from fedward_common.update import Update, Vectors
+
+log = logging.getLogger("fedward.node")
 
 ADVERTISEMENT = "advertisement"
 ADVERTISEMENTS = "advertisements"
@@ -137,6 +140,7 @@ class SecureParticipant(Participant):
         self._standing = standing
         self._keyring = Keyring(standing.node, run, standing.identity)
         self._round: _Round | None = None
+        self._answered: dict[Purpose, set[Stamp | None]] = {}
 
     def protections(self, reply: Reply) -> tuple[str, ...]:
         return ("update-gate", "clip", "quantize", "secure-sum") if MASKED in reply.vectors else ()
@@ -181,7 +185,15 @@ class SecureParticipant(Participant):
             client = Client(
                 terms, self._standing.node, self._keyring, self._standing.identity, self._guarantees(terms.n)
             )
-        words = self._words(request, shape, broadcast)
+        self._check_new(request)
+        try:
+            words = self._words(request, shape, broadcast)
+        except Refused as refused:
+            if refused.failure.reason is not Reason.BAD_UPDATE:
+                raise
+            # Values and names that came from the worker are in the text: for this site's log alone.
+            log.warning("run %s round %d: %s", request.run[:8], request.round, refused)
+            raise Refused(Failure(Reason.BAD_UPDATE, "the node's log says why")) from refused
         with _refusing():
             dealt = client.deal()
         self._round = _Round(client, words, time.monotonic())
@@ -261,6 +273,19 @@ class SecureParticipant(Participant):
         self._round = None
 
     # --- what the round is held against
+
+    def _check_new(self, request: Request) -> None:
+        """One sum for each purpose of an attempt at a round: two, one of them without this node, would differ by what
+        is its own."""
+        stamp = Stamp(request.round, request.attempt)
+        if request.purpose not in self._answered:
+            # This process may have followed another one, which left its last trainings on disk.
+            trained = (self._store.committed()[0], *(self._store.pending() or ())[:1])
+            self._answered[request.purpose] = set(trained if request.purpose is Purpose.TRAIN else ())
+        if stamp in self._answered[request.purpose]:
+            rule = f"{request.purpose.value} of round {stamp.round}, attempt {stamp.attempt}, was answered already"
+            raise Refused(Failure(Reason.SECURE_SUM, rule))
+        self._answered[request.purpose].add(stamp)
 
     def _terms(self, request: Request, broadcast: Vectors) -> tuple[Shape, Terms]:
         told = request.settings.get(TERMS)
