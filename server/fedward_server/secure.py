@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from fedward_common.config import RunConfig
-from fedward_common.errors import FedwardError
+from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.roster import Roster
 from fedward_common.secagg.graph import NoProtection, Parameters
@@ -221,7 +221,7 @@ class _Sum:
             self._agree(server, server.close_masking())
             self._unmask(server, server.close_agreement())
             mean = decode(shape, server.unmask(), len(server.survivors))
-        except (Aborted, NoProtection, ShapeError, WrongSum) as error:
+        except (Aborted, NoProtection, ShapeError, UpdateError, WrongSum) as error:
             raise SumFailed(str(error), self._failures) from error
         parameters = server.terms.parameters
         told: dict[str, Any] = {

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -339,35 +341,42 @@ class Client:
     # --- helpers
 
     def _members(self, data: bytes) -> frozenset[int]:
-        try:
+        with _refusing():
             return members_from_bytes(data, self.terms.n)
-        except MessageError as error:
-            raise Refusal(str(error)) from error
 
     def _seal(self, keys: KeyPairs, other: int) -> SealKey:
         if other not in self._seals:
-            self._seals[other] = SealKey(keys.seal, self.terms.advertisement(other).seal_key, self.terms.digest)
+            with _refusing():
+                self._seals[other] = SealKey(keys.seal, self.terms.advertisement(other).seal_key, self.terms.digest)
         return self._seals[other]
 
     def _pair(self, keys: KeyPairs, other: int) -> bytes:
         pair = (min(self.index, other), max(self.index, other))
-        return mask_key(keys.mask, self.terms.advertisement(other).mask_key, self.terms.digest, pair)
+        with _refusing():
+            return mask_key(keys.mask, self.terms.advertisement(other).mask_key, self.terms.digest, pair)
 
     def _opened(self, keys: KeyPairs, dealer: int, data: bytes) -> tuple[tuple[bytes, bytes], frozenset[int]]:
         """The dealer's two shares for this node, and the mask partners that it drew (none on a complete graph)."""
         sealed, listed = data[:SEALED], data[SEALED:]
-        try:
+        with _refusing():
             plain = self._seal(keys, dealer).open(sealed, dealer, self.index)
-        except AdvertisementError as error:
-            raise Refusal(str(error)) from error
+            drew = frozenset(indices_from_bytes(listed))
         if plain[2 * SHARE :] != drawn_digest(listed, self.terms.digest):
             raise Refusal(f"the mask partners of node {dealer} are not those that it drew.")
-        return (plain[:SHARE], plain[SHARE : 2 * SHARE]), frozenset(indices_from_bytes(listed))
+        return (plain[:SHARE], plain[SHARE : 2 * SHARE]), drew
 
     def _sign(self, survivors: bytes) -> bytes:
         if self._identity is None:
             return bytes(64)
         return self._identity.sign(survivors_statement(self.terms, self._sharers_bytes, survivors))
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except (AdvertisementError, MessageError) as error:
+        raise Refusal(str(error)) from error
 
 
 def listed_partners(parameters: Parameters, holders: tuple[int, ...]) -> bytes:

@@ -51,7 +51,9 @@ def indices_to_bytes(indices: Sequence[int]) -> bytes:
 
 
 def indices_from_bytes(data: bytes) -> tuple[int, ...]:
-    """The inverse of `indices_to_bytes`."""
+    """The inverse of `indices_to_bytes`. Raises `MessageError`."""
+    if len(data) % 2:
+        raise MessageError(f"{len(data)} bytes are no whole number of indices.")
     return struct.unpack(f"<{len(data) // 2}H", data)
 
 

@@ -21,7 +21,7 @@ from fedward_common.errors import FedwardError
 from fedward_common.secagg import shamir
 from fedward_common.secagg.client import listed_partners, seed_commitment
 from fedward_common.secagg.graph import partners_of
-from fedward_common.secagg.keys import Identities, mask_key, self_mask_key
+from fedward_common.secagg.keys import AdvertisementError, Identities, mask_key, self_mask_key
 from fedward_common.secagg.masks import Words, add_keystreams
 from fedward_common.secagg.messages import Dealt, Delivery, Unmasking, members_to_bytes
 from fedward_common.secagg.packing import Packed, PackedSum
@@ -197,7 +197,10 @@ class Server:
             if not self._edge(dropped, survivor):
                 continue
             pair = (min(dropped, survivor), max(dropped, survivor))
-            shared = mask_key(key, self.terms.advertisement(survivor).mask_key, self.terms.digest, pair)
+            try:
+                shared = mask_key(key, self.terms.advertisement(survivor).mask_key, self.terms.digest, pair)
+            except AdvertisementError as error:
+                raise Aborted(f"the masks of node {dropped} cannot be taken off node {survivor}: {error}") from error
             (minus if survivor < dropped else plus).append(shared)
 
     def _edge(self, one: int, other: int) -> bool:
