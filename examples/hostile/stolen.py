@@ -61,7 +61,9 @@ from fedward_server.direct import DirectRuntime
 from fedward_server.grid import FlowerTransport, RosterDirectory
 from fedward_server.paths import ServerPaths
 from fedward_server.transport import Transport
+from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.runtime_pb2 import GetNodesRequest
+from flwr.supercore.task_identity import TaskIdentity
 
 T = TypeVar("T")
 Replies = dict[str, Reply]
@@ -99,6 +101,8 @@ class Stolen:
     envelope: Callable[[], bytes] = lambda: b""
     database: tuple[Path, int] | None = None
     """The SuperLink's, and Flower's id of the run in it; None in memory."""
+    assume_identity: Callable[[], None] = lambda: None
+    """Makes what this process says the word of the run's ServerApp; the attacker has two runs."""
     plain: Stolen | None = None
     """Another run, without secure aggregation."""
 
@@ -111,7 +115,13 @@ class Stolen:
         config = Manifest.model_validate_json(text).run_config()
         flower_run = _patiently("the run to be at Flower", wait, lambda: _flower_run(paths.database, home.name))
         runtime = DirectRuntime(paths.superlink_database, flower_run)
+        [known] = runtime._state.get_run_info(run_ids=[flower_run])
         directory = RosterDirectory(paths.roster)
+
+        def assume_identity() -> None:
+            TaskIdentity.run_id, TaskIdentity.node_id = flower_run, SUPERLINK_NODE_ID
+            TaskIdentity.task_id = known.primary_task_id
+
         # The transport asks a grid for its run and the nodes online, and the runtime for all else.
         transport = FlowerTransport(_Grid(runtime, flower_run), directory, runtime)  # type: ignore[arg-type]
         _patiently("all nodes", wait, lambda: set(names) <= {peer.name for peer in transport.online()})
@@ -120,11 +130,12 @@ class Stolen:
         return cls(
             transport, home.name, config, directory.roster, initial.vectors, runner.layout,
             tuple(initial.info["metric_names"]), names, envelope=directory.envelope,
-            database=(paths.superlink_database, flower_run),
+            database=(paths.superlink_database, flower_run), assume_identity=assume_identity,
         )  # fmt: skip
 
     def ask(self, requests: Mapping[str, Request], seconds: float | None = None) -> Replies:
         """One request to each named node; its reply, or a failure that says that none came."""
+        self.assume_identity()
         found = dict(self.transport.exchange(requests, seconds or self.seconds))
         for name, request in requests.items():
             silent = Reply(request.purpose, request.run, failure=Failure(Reason.NO_REPLY))
@@ -249,9 +260,9 @@ class Round:
         """A node's number in the round."""
         return self.names.index(name) + 1
 
-    def all(self, told: T, names: Collection[str] = ()) -> dict[str, T]:
+    def all(self, told: T, names: Collection[str] | None = None) -> dict[str, T]:
         """The same for all nodes, or for those of `names`."""
-        return dict.fromkeys(names or self.names, told)
+        return dict.fromkeys(self.names if names is None else names, told)
 
     def others(self, *names: str) -> list[str]:
         """All but these."""
