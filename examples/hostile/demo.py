@@ -48,8 +48,6 @@ from server import LIES, gives  # noqa: E402
 SITES = [f"site-{number}" for number in range(1, 6)]
 STRICT = "min_cohort = 4\n"
 LAX = "min_cohort = 4\nrequire_secure_sum = false\n"
-LOST = 12.0
-"""Seconds that the server waits for nodes of which one was killed."""
 RUN = """
 name = "{name}"
 task = "digits.task:Digits"
@@ -201,7 +199,7 @@ def one_node_killed(work: Path, server: Stolen, files: dict[str, Path], picture:
     now = Round(server)
     now.start()
     stop(SITES[-1:])
-    now.mask(seconds=LOST)
+    now.mask(lost=1)
     now.agree()
     now.unmask()
     held_against_inputs(server, now, SITES[:-1], files)
@@ -222,7 +220,7 @@ def beyond_the_threshold(server: Stolen) -> None:
     now = Round(server)
     now.start()
     stop(SITES[-2:])
-    now.mask(seconds=LOST)
+    now.mask(lost=2)
     try:
         now.sum()
     except Aborted as error:

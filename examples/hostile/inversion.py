@@ -70,7 +70,8 @@ def show(images: Mapping[str, Any], gap: str = "    ") -> None:
     width = max(2 * SIDE, *map(len, images))
     print("  " + gap.join(f"{name:{width}}" for name in images))
     for y in range(SIDE):
-        rows = ("".join(2 * _BLOCKS[round(4 * pixel)] for pixel in image[y]) for image in images.values())
+        # Pixels are sixteenths: no noise of rounding is to decide a tie.
+        rows = ("".join(2 * _BLOCKS[int(4 * pixel + 0.51)] for pixel in image[y]) for image in images.values())
         print("  " + gap.join(f"{row:{width}}" for row in rows))
 
 

@@ -96,7 +96,7 @@ class Stolen:
     layout: Layout
     metric_names: tuple[str, ...]
     names: list[str]
-    seconds: float = 30.0
+    seconds: float = 60.0
     heard: list[tuple[str, Purpose, Reply]] = field(default_factory=list)
     envelope: Callable[[], bytes] = lambda: b""
     database: tuple[Path, int] | None = None
@@ -133,10 +133,15 @@ class Stolen:
             database=(paths.superlink_database, flower_run), assume_identity=assume_identity,
         )  # fmt: skip
 
-    def ask(self, requests: Mapping[str, Request], seconds: float | None = None) -> Replies:
-        """One request to each named node; its reply, or a failure that says that none came."""
+    def ask(self, requests: Mapping[str, Request], lost: int = 0) -> Replies:
+        """One request to each named node; its reply, or a failure that says that none came. lost: how many of them are
+        not waited for."""
         self.assume_identity()
-        found = dict(self.transport.exchange(requests, seconds or self.seconds))
+        found: Replies = {}
+        for name, reply in self.transport.exchange(
+            requests, self.seconds, lambda: len(found) >= len(requests) - lost
+        ):
+            found[name] = reply
         for name, request in requests.items():
             silent = Reply(request.purpose, request.run, failure=Failure(Reason.NO_REPLY))
             self.heard.append((name, request.purpose, found.setdefault(name, silent)))
@@ -272,11 +277,11 @@ class Round:
         """A set of nodes on the wire."""
         return blob(members_to_bytes(map(self.index, names), len(self.names)))
 
-    def ask(self, purpose: Purpose, vectors: Mapping[str, Vectors], seconds: float | None = None) -> Replies:
+    def ask(self, purpose: Purpose, vectors: Mapping[str, Vectors], lost: int = 0) -> Replies:
         """A request of this round to each node in `vectors`."""
         run = self.server.run
         requests = {name: Request(purpose, run, self.number, self.attempt, told) for name, told in vectors.items()}
-        return self.server.ask(requests, seconds)
+        return self.server.ask(requests, lost)
 
     # --- the stages
 
@@ -301,20 +306,20 @@ class Round:
         }
         return replies
 
-    def mask(self, dealers: Mapping[str, Collection[str]] | None = None, seconds: float | None = None) -> Replies:
+    def mask(self, dealers: Mapping[str, Collection[str]] | None = None, lost: int = 0) -> Replies:
         """Tell each node who dealt, and have its masked vector."""
         told = {}
         for name, said in (dealers or self.all(self.dealt, self.dealt)).items():
             sealed = {self.index(d): self.dealt[d].sealed[self.index(name)] for d in said if d != name}
             told[name] = {SHARERS: self.members(said), SEALED_SHARES: blob(entries_to_bytes(sealed))}
-        replies = self.ask(Purpose.MASK, told, seconds)
+        replies = self.ask(Purpose.MASK, told, lost)
         self.masked |= {name: reply.vectors[MASKED] for name, reply in replies.items() if MASKED in reply.vectors}
         return replies
 
-    def agree(self, survivors: Mapping[str, Collection[str]] | None = None, seconds: float | None = None) -> Replies:
+    def agree(self, survivors: Mapping[str, Collection[str]] | None = None) -> Replies:
         """Have each node sign a survivor set."""
         sets = {n: frozenset(s) for n, s in (survivors or self.all(self.masked, self.masked)).items()}
-        replies = self.ask(Purpose.AGREE, {n: {SURVIVORS: self.members(s)} for n, s in sets.items()}, seconds)
+        replies = self.ask(Purpose.AGREE, {n: {SURVIVORS: self.members(s)} for n, s in sets.items()})
         for name, reply in replies.items():
             if SIGNATURES in reply.vectors:
                 self.signatures[sets[name]][name] = reply.vectors[SIGNATURES].tobytes()
@@ -330,9 +335,9 @@ class Round:
             SIGNATURES: blob(entries_to_bytes(shown)),
         }
 
-    def unmask(self, told: Mapping[str, Vectors] | None = None, seconds: float | None = None) -> Replies:
+    def unmask(self, told: Mapping[str, Vectors] | None = None) -> Replies:
         """Have each node reveal its shares."""
-        replies = self.ask(Purpose.UNMASK, told or self.all(self.unmasking(self.masked), self.masked), seconds)
+        replies = self.ask(Purpose.UNMASK, told or self.all(self.unmasking(self.masked), self.masked))
         self.revealed |= {name: reply for name, reply in replies.items() if REVEALED in reply.vectors}
         return replies
 
