@@ -152,7 +152,7 @@ def a_smaller_cohort(server: Stolen) -> Replies:
 
 
 def another_roster_to_one(server: Stolen) -> Replies:
-    """The victim gets a roster in which all its peers have a key of the server's. It is signed by the server, who is
+    """The victim gets a roster in which all its peers have a key of the server's. It is signed by the server, which is
     not the enrolment authority."""
     now = Round(server)
     own = Ed25519PrivateKey.generate()
