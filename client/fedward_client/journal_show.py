@@ -14,7 +14,7 @@ from rich.text import Text
 from fedward_client.journal_lines import MESSAGE, Line, forwards
 from fedward_client.journal_verify import Report
 
-_WIDTH = 110
+_WIDTH = 160
 """Columns that the table takes at least."""
 _MOST = 20
 """Problems shown; the first ones tell where it began."""
@@ -37,7 +37,7 @@ def print_messages(out: Console, entries: list[Mapping[str, Any]]) -> None:
     table = Table(box=None)
     for name in ("time", "run", "round", "purpose", "outcome", "bytes", "protections"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("round", "bytes") else "left")
-    table.add_column("policy", overflow="fold")
+    table.add_column("policy, or the rule broken", overflow="fold")
     for entry in entries:
         table.add_row(
             plain(entry["time"][:19]),
@@ -47,7 +47,8 @@ def print_messages(out: Console, entries: list[Mapping[str, Any]]) -> None:
             plain(entry["outcome"]),
             f"{entry['bytes']:,}",
             plain(", ".join(map(str, entry["protections"])) or "none"),
-            plain(entry["verdict"]),
+            # A step of a secure sum that was refused breaks a rule of the protocol's, not of the policy's.
+            plain(entry["rule"] or entry["verdict"]),
         )
     # A verdict needs its room even where the terminal is narrow.
     Console(width=max(out.width, _WIDTH)).print(table)
