@@ -58,8 +58,6 @@ _QUICK = 2.0
 """Least seconds that a stage without training waits for the last nodes."""
 _TRAINING = 10.0
 """The same where nodes train."""
-_LONGEST = 120.0
-"""Seconds after which a stage without training ends, whoever has answered."""
 
 Note = Callable[[str, Reply], None]
 
@@ -139,12 +137,13 @@ class Enrolled:
 
 @dataclass
 class SecureSum:
-    """Secure sums of one run."""
+    """Secure sums of one run. longest: seconds after which a stage without training ends, whoever has answered."""
 
     transport: Transport
     run: str
     rules: Rules
     patience: Patience
+    longest: float = 120.0
     _advertised: dict[str, Advertisement] = field(default_factory=dict)
 
     def hear(self, name: str, reply: Reply) -> None:
@@ -263,7 +262,7 @@ class _Sum:
         if not missing:
             return
         ask = replace(self._first, purpose=Purpose.ADVERTISE, vectors={}, included=None, settings={})
-        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), len(missing), _QUICK, _LONGEST):
+        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), len(missing)):
             if name not in self._secure._advertised:
                 self._failures[name] = Failure(Reason.SECURE_SUM, "its advertisement is not that of a member")
         for name in missing:
@@ -311,7 +310,7 @@ class _Sum:
                         self._failures.pop(name, None)
                 later = sum(len(w) for w in waves[number + 1 :])
                 needed = min(len(asked), max(1, self._needed - len(server.survivors) - later))
-                for name, reply in self._exchange("mask", asked, needed, _QUICK, _LONGEST):
+                for name, reply in self._exchange("mask", asked, needed):
                     with self._taking(name):
                         server.masked(self._index(name), _vector(reply, MASKED))
                 self._silent(asked, server.survivors, "mask")
@@ -321,7 +320,7 @@ class _Sum:
     def _agree(self, server: Server, survivors: bytes) -> None:
         ask = self._request(Purpose.AGREE, {SURVIVORS: blob(survivors)})
         requests = {self._name(index): ask for index in sorted(server.survivors)}
-        for name, reply in self._exchange("agree", requests, server.terms.parameters.survivors, _QUICK, _LONGEST):
+        for name, reply in self._exchange("agree", requests, server.terms.parameters.survivors):
             with self._taking(name):
                 server.signed(self._index(name), _bytes(reply, SIGNATURES))
 
@@ -335,7 +334,7 @@ class _Sum:
             },
         )
         requests = {self._name(index): ask for index in sorted(server.signers)}
-        for name, reply in self._exchange("unmask", requests, len(requests), _QUICK, _LONGEST):
+        for name, reply in self._exchange("unmask", requests, len(requests)):
             with self._taking(name):
                 server.revealed(self._index(name), entries_from_bytes(_bytes(reply, REVEALED), SHARE))
 
@@ -346,12 +345,13 @@ class _Sum:
         name: str,
         requests: Mapping[str, Request],
         needed: int,
-        floor: float,
-        seconds: float,
+        floor: float = _QUICK,
+        seconds: float | None = None,
         others: Mapping[str, Request] | None = None,
     ) -> Any:
         """Yield the good replies of a stage; failures are noted."""
         self._stages.add(name)
+        seconds = self._secure.longest if seconds is None else seconds
         stage = self._secure.patience.stage(name, needed, floor)
         for node, reply in self._transport.exchange({**(others or {}), **requests}, seconds, stage.over):
             self._secure.hear(node, reply)

@@ -44,6 +44,9 @@ from fedward_server.transport import Clock
 log = logging.getLogger("flwr")  # a Flower app's log, where its operator looks
 
 _WEEK = 7 * 24 * 3600.0
+_LONGEST = 600.0
+"""Seconds that a stage without training may take: stock SuperNodes ask for messages every three seconds, and start a
+process with the whole app for each."""
 
 
 class SecureSum(Strategy):
@@ -229,7 +232,7 @@ class _Sums:
         self._weight = weight
         self._run = secrets.token_hex(16)
         self._patience = Patience(Clock())
-        self._secure = secure.SecureSum(transport, self._run, rules, self._patience)
+        self._secure = secure.SecureSum(transport, self._run, rules, self._patience, _LONGEST)
         self._known: dict[str, _Known] = {}
         self._count = 0
         self.done = 0
