@@ -14,6 +14,8 @@ from rich.text import Text
 from fedward_client.journal_lines import MESSAGE, Line, forwards
 from fedward_client.journal_verify import Report
 
+_WIDTH = 110
+"""Columns that the table takes at least."""
 _MOST = 20
 """Problems shown; the first ones tell where it began."""
 
@@ -30,14 +32,11 @@ def messages(path: Path, last: int, run: str) -> tuple[list[Mapping[str, Any]], 
     return list(found), end
 
 
-def message_table(entries: list[Mapping[str, Any]]) -> Table:
-    """One row a message."""
-    table = Table("time", "run", box=None)
-    table.add_column("round", justify="right")
-    table.add_column("purpose")
-    table.add_column("outcome")
-    table.add_column("bytes", justify="right")
-    table.add_column("protections")
+def print_messages(out: Console, entries: list[Mapping[str, Any]]) -> None:
+    """A table with one row a message."""
+    table = Table(box=None)
+    for name in ("time", "run", "round", "purpose", "outcome", "bytes", "protections"):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("round", "bytes") else "left")
     table.add_column("policy", overflow="fold")
     for entry in entries:
         table.add_row(
@@ -50,7 +49,8 @@ def message_table(entries: list[Mapping[str, Any]]) -> Table:
             plain(", ".join(map(str, entry["protections"])) or "none"),
             plain(entry["verdict"]),
         )
-    return table
+    # A verdict needs its room even where the terminal is narrow.
+    Console(width=max(out.width, _WIDTH)).print(table)
 
 
 def print_report(out: Console, report: Report) -> None:

@@ -8,6 +8,7 @@ vector too; what else a reply says depends on no data.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.local import Done, Work
-from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
+from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant, Refused, StateStore
 from fedward_common.roster import Roster
 from fedward_common.secagg.client import Guarantees
@@ -25,6 +26,7 @@ from fedward_common.signing import canonical
 from fedward_common.steps import (
     ADVERTISEMENTS,
     MASKED,
+    ROSTER,
     Blobs,
     Steps,
     Words,
@@ -35,6 +37,8 @@ from fedward_common.steps import (
 )
 from fedward_common.summand import Shape
 from fedward_common.update import Update, Vectors
+
+log = logging.getLogger("fedward.node")
 
 TRAIN = "train."
 EVALUATE = "evaluate."
@@ -62,13 +66,18 @@ def schema(trains: bool, evaluates: bool, metric_names: tuple[str, ...]) -> tupl
 
 @dataclass(frozen=True)
 class Standing:
-    """Who this node is to its peers. roster: the newest that it accepts. least: fewest nodes in a sum, by its own
-    policy."""
+    """Who this node is to its peers. newest: the roster that it knows, as it was signed. roster: who of it counts on
+    this node. least: fewest nodes in a sum, by its own policy."""
 
     node: bytes
     identity: Ed25519PrivateKey
+    newest: Callable[[], Roster]
     roster: Callable[[], Roster]
     least: int
+
+
+_TOLD = (ADVERTISEMENTS, ROSTER)
+"""Vectors in a request that are no part of the broadcast."""
 
 
 class SecureParticipant(Participant):
@@ -83,6 +92,7 @@ class SecureParticipant(Participant):
         self._run = run
         self._standing = standing
         self._steps = Steps(run, standing.node, standing.identity)
+        self._answered: dict[Purpose, set[Stamp | None]] = {}
 
     def protections(self, reply: Reply) -> tuple[str, ...]:
         return ("update-gate", "clip", "quantize", "secure-sum") if MASKED in reply.vectors else ()
@@ -117,11 +127,9 @@ class SecureParticipant(Participant):
 
     def _start(self, request: Request) -> Reply:
         self._steps.abandon()
-        broadcast = {name: vector for name, vector in request.vectors.items() if name != ADVERTISEMENTS}
+        broadcast = {name: vector for name, vector in request.vectors.items() if name not in _TOLD}
         shape, terms = self._terms(request, broadcast)
-        dealt = self._steps.start(
-            terms, self._guarantees(terms.n), lambda: self._words(request, shape, broadcast)
-        )
+        dealt = self._steps.start(terms, self._guarantees(terms.n), lambda: self._made(request, shape, broadcast))
         return self._answer(request, dealt)
 
     def _mask(self, request: Request) -> Reply:
@@ -139,6 +147,19 @@ class SecureParticipant(Participant):
 
     def _answer(self, request: Request, vectors: Blobs) -> Reply:
         return Reply(request.purpose, request.run, vectors=vectors)
+
+    def _made(self, request: Request, shape: Shape, broadcast: Vectors) -> Words:
+        """This node's vector, once for each purpose of an attempt at a round."""
+        self._check_new(request)
+        try:
+            return self._words(request, shape, broadcast)
+        except Refused as refused:
+            if refused.failure.reason is not Reason.BAD_UPDATE:
+                raise
+            # Values and names that came from the worker are in the text: for this site's log alone.
+            log.warning("run %s round %d: %s", request.run[:8], request.round, refused)
+            rule = "this site's log says why; the metrics must be those in the task's metric_names"
+            raise Refused(Failure(Reason.BAD_UPDATE, rule)) from refused
 
     def _words(self, request: Request, shape: Shape, broadcast: Vectors) -> Words:
         if shape.metrics == WEIGHING:
@@ -162,9 +183,22 @@ class SecureParticipant(Participant):
 
     # --- what the round is held against
 
+    def _check_new(self, request: Request) -> None:
+        """One sum for each purpose of an attempt at a round: two, one of them without this node, would differ by what
+        is its own."""
+        stamp = Stamp(request.round, request.attempt)
+        if request.purpose not in self._answered:
+            # This process may have followed another one, which left its last trainings on disk.
+            trained = (self._store.committed()[0], *(self._store.pending() or ())[:1])
+            self._answered[request.purpose] = set(trained if request.purpose is Purpose.TRAIN else ())
+        if stamp in self._answered[request.purpose]:
+            rule = f"{request.purpose.value} of round {stamp.round}, attempt {stamp.attempt}, was answered already"
+            raise Refused(Failure(Reason.SECURE_SUM, rule))
+        self._answered[request.purpose].add(stamp)
+
     def _terms(self, request: Request, broadcast: Vectors) -> tuple[Shape, Terms]:
         shape, terms = told_terms(
-            request, self._run, digest(broadcast), config_digest(self.config), self._standing.roster().digest
+            request, self._run, digest(broadcast), config_digest(self.config), self._standing.newest().digest
         )
         self._check_shape(shape, request.purpose, terms.n)
         return shape, terms

@@ -23,12 +23,12 @@ from fedward_common.secagg.graph import NoProtection, Parameters
 from fedward_common.secagg.keys import AdvertisementError, Keyring
 from fedward_common.secagg.masks import Keystream
 from fedward_common.secagg.messages import (
-    SEALED,
     SIGNATURE,
     Delivery,
     MessageError,
     Unmasking,
     advertisements_from_bytes,
+    delivered_size,
     entries_from_bytes,
     entries_to_bytes,
 )
@@ -47,6 +47,8 @@ SURVIVORS = "survivors"
 SIGNATURES = "signatures"
 DROPPED = "dropped"
 REVEALED = "revealed"
+ROSTER = "roster"
+"""The signed roster that the round's keys are checked against, in a TRAIN or EVALUATE request."""
 
 TERMS = "secure_sum"
 """In a request's settings: {"shape": canonical text, "parameters": {…}}."""
@@ -114,8 +116,9 @@ class Steps:
     def mask(self, request: Request) -> Blobs:
         """The masked vector."""
         now = self._under_way(request)
+        size = delivered_size(now.client.terms.parameters)
         delivery = Delivery(
-            bytes_of(request, SHARERS), parsed(entries_from_bytes, bytes_of(request, SEALED_SHARES), SEALED)
+            bytes_of(request, SHARERS), parsed(entries_from_bytes, bytes_of(request, SEALED_SHARES), size)
         )
         if now.masked is not None and now.masked[0] == delivery:
             # Lost on its way: the very same bytes once more, never another vector under the same masks.
@@ -203,7 +206,8 @@ class Steps:
             words = np.frombuffer(told["words"], "<u4").astype(np.uint32) if "words" in told else None
             steps._round = _Round(client, words, time.monotonic())
             if MASKED in told:
-                delivery = Delivery(told[SHARERS], entries_from_bytes(told[SEALED_SHARES], SEALED))
+                size = delivered_size(client.terms.parameters)
+                delivery = Delivery(told[SHARERS], entries_from_bytes(told[SEALED_SHARES], size))
                 steps._round.masked = (delivery, blob(told[MASKED]))
         return steps
 
@@ -219,6 +223,9 @@ def told_terms(request: Request, run: str, model: str, config: str, roster: str)
         parameters = Parameters(**told["parameters"])
     except (FedwardError, KeyError, TypeError, ValueError) as error:
         raise Refused(Failure(Reason.SECURE_SUM, "the terms of the secure sum cannot be read")) from error
+    if told.get("roster", roster) != roster:
+        rule = f"the round is for the roster {_short(str(told['roster']))}, this node knows {_short(roster)}"
+        raise Refused(Failure(Reason.SECURE_SUM, rule))
     terms = Terms(
         run=run,
         round=request.round,
@@ -234,6 +241,11 @@ def told_terms(request: Request, run: str, model: str, config: str, roster: str)
         advertisements=advertisements,
     )
     return shape, terms
+
+
+def _short(roster: str) -> str:
+    version, _, sha256 = roster.partition(":")
+    return f"version {version} ({sha256[:12]})"
 
 
 def laid_out(shape: Shape, update: Update) -> Words:

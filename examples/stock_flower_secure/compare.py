@@ -15,7 +15,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.simulation import run_simulation
-
 from quickstart import client_app
 from quickstart.server_app import federate, strategy
 

@@ -133,9 +133,10 @@ class SecureCollector:
         layout: Layout,
         metric_names: tuple[str, ...],
         roster: Callable[[], Roster],
+        envelope: Callable[[], bytes] = lambda: b"",
     ) -> SecureCollector:
-        """The collector of one run."""
-        rules = Enrolled(run, config, roster)
+        """The collector of one run. envelope: the signed roster, as nodes are to be told it."""
+        rules = Enrolled(run, config, roster, envelope)
         return cls(config, algorithm, layout, metric_names, SecureSum(transport, run, rules, Patience(clock)))
 
     def hear(self, name: str, reply: Reply) -> None:

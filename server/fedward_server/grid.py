@@ -70,6 +70,7 @@ class RosterDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._changed = 0.0
+        self._envelope = b""
         self._roster: Roster | None = None
 
     def roster(self) -> Roster:
@@ -77,9 +78,15 @@ class RosterDirectory:
         changed = self._path.stat().st_mtime
         if self._roster is None or changed != self._changed:
             # The service of this same server wrote the file; nodes, not the ServerApp, verify its signature.
-            self._roster = Roster.model_validate_json(json.loads(self._path.read_text())[ROSTER_KIND])
+            self._envelope = self._path.read_bytes()
+            self._roster = Roster.model_validate_json(json.loads(self._envelope)[ROSTER_KIND])
             self._changed = changed
         return self._roster
+
+    def envelope(self) -> bytes:
+        """The same as it was signed."""
+        self.roster()
+        return self._envelope
 
     def peers(self, online: set[int]) -> dict[int, Peer]:
         known = {int(n.flower_id): Peer(n.name, n.tags) for n in self.roster().nodes if n.flower_id is not None}

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from fedward_common.config import RunConfig
-from fedward_common.errors import FedwardError
+from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.roster import Roster
 from fedward_common.secagg.graph import NoProtection, Parameters
@@ -39,6 +39,7 @@ from fedward_common.steps import (
     DROPPED,
     MASKED,
     REVEALED,
+    ROSTER,
     SEALED_SHARES,
     SHARERS,
     SIGNATURES,
@@ -94,6 +95,10 @@ class Rules(Protocol):
         """Digest of the roster."""
 
     @property
+    def envelope(self) -> bytes:
+        """The signed roster, for nodes that know an older one; b"" where all know the same."""
+
+    @property
     def identities(self) -> Identities | None:
         """The roster's keys; None where nodes have none."""
 
@@ -112,6 +117,11 @@ class Enrolled:
     run: str
     options: RunConfig
     members: Callable[[], Roster]
+    signed: Callable[[], bytes] = lambda: b""
+
+    @property
+    def envelope(self) -> bytes:
+        return self.signed()
 
     @property
     def config(self) -> str:
@@ -210,7 +220,7 @@ class _Sum:
             self._agree(server, server.close_masking())
             self._unmask(server, server.close_agreement())
             mean = decode(shape, server.unmask(), len(server.survivors))
-        except (Aborted, NoProtection, ShapeError, WrongSum) as error:
+        except (Aborted, NoProtection, ShapeError, UpdateError, WrongSum) as error:
             raise SumFailed(str(error), self._failures) from error
         parameters = server.terms.parameters
         told: dict[str, Any] = {
@@ -262,7 +272,9 @@ class _Sum:
         if not missing:
             return
         ask = replace(self._first, purpose=Purpose.ADVERTISE, vectors={}, included=None, settings={})
-        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), len(missing)):
+        # Where the others will do, a node that was killed is not waited for until its lease runs out.
+        needed = min(len(missing), self._needed - (len(self._requests) - len(missing)))
+        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), needed):
             if name not in self._secure._advertised:
                 self._failures[name] = Failure(Reason.SECURE_SUM, "its advertisement is not that of a member")
         for name in missing:
@@ -271,9 +283,12 @@ class _Sum:
 
     def _deal(self, server: Server) -> None:
         terms = server.terms
-        told = {"shape": terms.shape, "parameters": asdict(terms.parameters)}
+        told = {"shape": terms.shape, "parameters": asdict(terms.parameters), "roster": terms.roster}
         # One vector object for all, so that it is sent and stored once.
         vectors = {**self._first.vectors, ADVERTISEMENTS: blob(advertisements_to_bytes(terms.advertisements))}
+        envelope = self._secure.rules.envelope
+        if envelope:
+            vectors[ROSTER] = blob(envelope)
         requests = {}
         for name in self._names:
             request = self._requests[name]

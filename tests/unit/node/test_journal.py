@@ -230,6 +230,11 @@ def test_a_rewritten_journal_is_told_by_a_remembered_head_and_by_the_links_total
     assert stopped.verify(last.head).problems
 
 
+def test_a_chain_made_anew_without_a_line_has_a_gap(stopped: Node) -> None:
+    stopped.lines = rewritten(stopped.lines[:3] + stopped.lines[4:], 2)
+    assert "line 5" in stopped.verify().problems[0] and "comes right behind line 3" in stopped.verify().problems[0]
+
+
 def test_a_head_still_fits_when_the_journal_has_grown(stopped: Node) -> None:
     last = stopped.verify().last
     assert last is not None
@@ -395,13 +400,14 @@ def test_the_tail_of_a_long_journal(node: Node, monkeypatch: pytest.MonkeyPatch)
 
 
 def command(node: Node, *arguments: str) -> tuple[int, str]:
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["journal", *arguments, "--dir", str(node.paths.root)])
+    done = CliRunner().invoke(app, ["journal", *arguments, "--dir", str(node.paths.root)])
     return done.exit_code, done.output
 
 
 def test_show(stopped: Node) -> None:
     code, text = command(stopped, "show", "--last", "3")
     assert code == 0 and text.count("train") == 3 and "1,000" in text and "r2" in text
+    assert text.count("allowed") == 3
     last = stopped.verify().last
     assert last is not None and f"head: {last.head}" in text
     assert command(stopped, "show", "--run", "r2")[1].count("train") == 2
