@@ -126,7 +126,7 @@ def draw_holders(parameters: Parameters, me: int) -> tuple[int, ...]:
         if parameters.complete
         else secrets.SystemRandom().sample(range(1, parameters.n), parameters.holders)
     )
-    return tuple(sorted(x + (x >= me) for x in drawn))
+    return tuple(x + (x >= me) for x in drawn)
 
 
 def partners_of(parameters: Parameters, holders: tuple[int, ...]) -> tuple[int, ...]:
