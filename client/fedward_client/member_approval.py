@@ -48,9 +48,7 @@ class MemberApprovals:
             sync_folder(self._folder)
 
     def _present(self) -> set[str]:
-        if not self._folder.is_dir():
-            return set()
-        return {path.name for path in self._folder.iterdir() if path.suffix == ".json" and path.name[0] != "."}
+        return {path.name for path in self._folder.glob("*.json")}
 
 
 def choose(waiting: Collection[Member], words: Collection[str]) -> list[Member]:

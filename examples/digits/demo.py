@@ -7,6 +7,7 @@ run. Exit code 1 if the federated model is not what it should be (see compare.py
 """
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +34,10 @@ from prepare import prepare  # noqa: E402
 FEDWARD = Path(sys.executable).parent / "fedward"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SITES = 5
+FATAL_ROUND = 8
+"""The round in which one node is killed."""
+RUNNING: dict[str, subprocess.Popen[bytes]] = {}
+"""Site -> the process of its node."""
 MARK = "made-by-demo"
 """A file that says that the folder may be removed."""
 
@@ -65,12 +71,18 @@ def demo(work: Path, seed: int) -> int:
         serve(work, start)
         say("Each site joins with a token of its own and starts its node")
         nodes = [join(work, file, start) for file in files]
+        victim = Victim(work, nodes[-1].name, start)
         say("The data scientist starts the run")
         run = output("run", "start", project / "run.toml", "--detach")
         approve(work, nodes, bundle_digest(project))
-        say("The nodes train; nothing but updates leaves them")
-        if call("run", "watch", run):
+        say("The nodes train; the server sees sums of masked vectors, and nothing of any single node")
+        print(f"{victim.name} will be killed in the middle of a round, on purpose, and started again.")
+        with victim.killed_in(run):
+            watched = call("run", "watch", run)
+        if watched:
             raise DemoFailed(f"The run did not finish. See {work}/server.log and {work}/site-1.log.")
+        print_sums(work, run, victim)
+        call("node", "journal", "verify", "--dir", nodes[0])
         model = work / "model.safetensors"
         if call("run", "model", run, "-o", model):
             raise DemoFailed("The model could not be fetched.")
@@ -114,7 +126,8 @@ def processes(work: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
-        print(f"$ {spelled(arguments)} &")
+        if not name.endswith("-again"):  # the live table is on the screen
+            print(f"$ {spelled(arguments)} &")
         with (work / f"{name}.log").open("wb") as log:
             # A session of its own: Ctrl-C reaches this script alone, which then ends them in order.
             process = subprocess.Popen(
@@ -172,8 +185,70 @@ def join(work: Path, data: Path, start: Start) -> Path:
     output(*words[1:], "--dir", folder)
     config = work / f"{name}.toml"
     config.write_text(f'[node]\ndevice = "cpu"\n\n[data]\npath = "{data}"\n', encoding="utf-8")
-    start(name, "node", "up", "--dir", folder, "--config", config)
+    RUNNING[name] = start(name, "node", "up", "--dir", folder, "--config", config)
     return folder
+
+
+def again(work: Path, name: str, start: Start) -> None:
+    """Start a site's node once more."""
+    RUNNING[name] = start(f"{name}-again", "node", "up", "--dir", work / name, "--config", work / f"{name}.toml")
+
+
+class Victim:
+    """The node that is killed in the middle of a round: kill -9, no farewell."""
+
+    def __init__(self, work: Path, name: str, start: Start) -> None:
+        self.name = name
+        self.killed = False
+        self._work = work
+        self._start = start
+        self._over = threading.Event()
+
+    @contextmanager
+    def killed_in(self, run: str) -> Iterator[None]:
+        """While the block runs: kill the node once the run is under way, and start it again a little later."""
+        thread = threading.Thread(target=self._kill, args=(run,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _kill(self, run: str) -> None:
+        log = self._work / f"{self.name}.log"
+        # Its guard writes a line when a request arrives: it is training now.
+        while not self._over.wait(0.02):
+            if log.read_text(errors="replace").count(": train") >= FATAL_ROUND:
+                break
+        else:
+            return
+        process = RUNNING[self.name]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self.killed = True
+        if not self._over.wait(5.0):
+            again(self._work, self.name, self._start)
+
+
+def print_sums(work: Path, run: str, victim: Victim) -> None:
+    """What the rounds' sums held."""
+    [events] = (work / "server" / "runs").glob(f"{run}*/events.jsonl")
+    rounds = [event for event in map(json.loads, events.read_text().splitlines()) if event["event"] == "round"]
+    sums = [event["secure_sum"] for event in rounds]
+    last = sums[-1]
+    print(
+        f"\n{len(sums)} secure sums of {last['cohort']} nodes, threshold {last['threshold']}: each round survives "
+        f"{last['drop_outs_survived']} drop-outs and {last['colluders_survived']} nodes that collude with the server."
+    )
+    without = [event["round"] for event in rounds if victim.name not in event["replies"]]
+    if not victim.killed or not without:
+        raise DemoFailed(f"{victim.name} was not lost in any round. See {work}/{victim.name}.log.")
+    print(
+        f"{victim.name} was killed while it trained in round {without[0]}: the sum is that of the other "
+        f"{len(rounds[without[0] - 1]['replies'])}, exactly, and their secrets stay secret. It missed "
+        f"{'round' if len(without) == 1 else 'rounds'} {', '.join(map(str, without))}."
+    )
 
 
 def approve(work: Path, nodes: list[Path], bundle: str) -> None:

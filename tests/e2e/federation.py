@@ -93,9 +93,10 @@ class Process:
 
 @dataclass
 class Federation:
-    """One server and its nodes below `root`."""
+    """One server and its nodes below `root`. authority: public key of one that signs the roster elsewhere."""
 
     root: Path
+    authority: str = ""
     server: Process = field(init=False)
     nodes: dict[str, Process] = field(default_factory=dict)
 
@@ -105,6 +106,7 @@ class Federation:
         fedward(
             "server", "init", "--dir", self.state, "--name", "localhost",
             "--fleet-port", str(fleet), "--service-port", str(service), "--control-port", str(control),
+            *(("--authority", self.authority) if self.authority else ()),
         )  # fmt: skip
         self.credential = self.state / "credential.json"
         command = [str(BIN / "fedward"), "server", "up", "--dir", str(self.state)]

@@ -114,7 +114,7 @@ def test_a_changed_blob_never_escapes_the_frame_error(vectors, data) -> None:
 @given(
     st.builds(
         Work,
-        op=st.sampled_from(["prepare", "train", "evaluate", "initial"]),
+        op=st.sampled_from(["prepare", "count", "train", "evaluate", "initial"]),
         round=st.integers(0, 10**6),
         vectors=VECTORS,
         state=VECTORS,

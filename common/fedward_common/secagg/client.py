@@ -7,7 +7,10 @@ breaks a rule, raises `Refusal` and reveals nothing. What a node checks here hol
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -28,11 +31,15 @@ from fedward_common.secagg.keys import (
 )
 from fedward_common.secagg.masks import Words, add_keystreams
 from fedward_common.secagg.messages import (
+    DIGEST,
+    SEALED,
     SHARE,
     Dealt,
     Delivery,
     MessageError,
     Unmasking,
+    indices_from_bytes,
+    indices_to_bytes,
     members_from_bytes,
 )
 from fedward_common.secagg.terms import Terms, survivors_statement
@@ -96,6 +103,7 @@ class Client:
         self._seals: dict[int, SealKey] = {}
         self._own_shares: tuple[bytes, bytes] | None = None
         self._held: dict[int, tuple[bytes, bytes]] = {}
+        self._drew: dict[int, frozenset[int]] = {}
         self._sharers: frozenset[int] = frozenset()
         self._sharers_bytes = b""
         self._survivors_bytes = b""
@@ -109,7 +117,7 @@ class Client:
         if given.n < self._guarantees.least:
             raise Refusal(f"min_cohort = {self._guarantees.least}, the round is for {given.n}.")
         if given != asked:
-            for name in ("threshold", "holders", "quorum", "survivors", "partners"):
+            for name in ("threshold", "holders", "quorum", "survivors", "partners", "kept"):
                 if getattr(given, name) != getattr(asked, name):
                     raise Refusal(f"{name} = {getattr(given, name)}, the rules give {getattr(asked, name)}.")
             raise Refusal("the parameters are not those that the rules give.")
@@ -144,15 +152,14 @@ class Client:
         self._stage = _Stage.DEALT
         parameters, context = self.terms.parameters, self.terms.digest
         self._holders = draw_holders(parameters, self.index)
-        partners = frozenset(partners_of(parameters, self._holders))
+        drew = drawn_digest(listed_partners(parameters, self._holders), context)
         # On a complete graph a node holds a share of its own secrets too: the threshold counts it.
         places = (*self._holders, self.index) if parameters.complete else self._holders
         seeds = shamir.split(self._seed, places, parameters.threshold)
         mask_keys = shamir.split(keys.mask.private_bytes_raw(), places, parameters.threshold)
         sealed = {}
         for holder, seed, key in zip(self._holders, seeds, mask_keys, strict=False):
-            flag = b"\x01" if holder in partners else b"\x00"
-            sealed[holder] = self._seal(keys, holder).seal(seed + key + flag, self.index, holder)
+            sealed[holder] = self._seal(keys, holder).seal(seed + key + drew, self.index, holder)
         if parameters.complete:
             self._own_shares = (seeds[-1], mask_keys[-1])
         commitments = {
@@ -172,9 +179,10 @@ class Client:
         for dealer, sealed in delivery.sealed.items():
             if dealer not in sharers or dealer == self.index:
                 raise Refusal(f"shares from node {dealer}, which is not said to have dealt any.")
-            self._held[dealer], partner = self._opened(keys, dealer, sealed)
-            if partner:
+            self._held[dealer], drew = self._opened(keys, dealer, sealed)
+            if self.terms.parameters.complete or self.index in drew:
                 partners.add(dealer)
+            self._drew[dealer] = drew
         if self._own_shares is not None:
             self._held[self.index] = self._own_shares
         # From here on this node's vector is in the open if its masks were used twice.
@@ -206,6 +214,7 @@ class Client:
             self._check_split(survivors, dropped)
             self._check_survivors(survivors)
             self._check_signed_set(request.survivors)
+            self._check_kept(survivors)
             self._check_signatures(request, survivors)
             return {
                 dealer: seed if dealer in survivors else key for dealer, (seed, key) in sorted(self._held.items())
@@ -221,6 +230,51 @@ class Client:
         self._own_shares = None
         self._held = {}
         self._seals = {}
+
+    # --- between processes
+
+    def export(self) -> bytes:
+        """This half of the round as it stands, **secrets included**, for a node whose processes do not live from one
+        step to the next. It may be restored once: two that go on from the same bytes could use a mask twice.
+
+        Raises `Refusal` if the round is over and there is nothing left.
+        """
+        if self._keys is None:
+            raise Refusal("this round is over, its secrets are gone.")
+        told = {
+            "terms": self.terms.to_json(),
+            "keys": self._keys.to_bytes().hex(),
+            "seed": self._seed.hex(),
+            "stage": int(self._stage),
+            "holders": self._holders,
+            "own": _hex_pair(self._own_shares) if self._own_shares is not None else None,
+            "held": {str(dealer): _hex_pair(shares) for dealer, shares in self._held.items()},
+            "drew": {str(dealer): sorted(drawn) for dealer, drawn in self._drew.items()},
+            "sharers": self._sharers_bytes.hex(),
+            "survivors": self._survivors_bytes.hex(),
+        }
+        return json.dumps(told).encode()
+
+    @classmethod
+    def restore(cls, data: bytes, identity: Ed25519PrivateKey | None, guarantees: Guarantees) -> Client:
+        """The inverse of `export`, after the same checks of the terms as at the start. Raises `Refusal`."""
+        told = json.loads(data)
+        keys = KeyPairs.from_bytes(bytes.fromhex(told["keys"]))
+        terms, node = Terms.from_json(told["terms"]), keys.advertisement.node
+        keyring = Keyring(node, terms.run, identity)
+        keyring.put(keys)
+        client = cls(terms, node, keyring, identity, guarantees)
+        client._seed = bytes.fromhex(told["seed"])
+        client._stage = _Stage(told["stage"])
+        client._holders = tuple(told["holders"])
+        client._own_shares = _from_hex_pair(told["own"]) if told["own"] is not None else None
+        client._held = {int(dealer): _from_hex_pair(shares) for dealer, shares in told["held"].items()}
+        client._drew = {int(dealer): frozenset(drawn) for dealer, drawn in told["drew"].items()}
+        client._sharers_bytes = bytes.fromhex(told["sharers"])
+        if client._sharers_bytes:
+            client._sharers = client._members(client._sharers_bytes)
+        client._survivors_bytes = bytes.fromhex(told["survivors"])
+        return client
 
     # --- the rules, one each
 
@@ -253,7 +307,18 @@ class Client:
         if survivors != self._survivors_bytes:
             raise Refusal("the survivors are not those that this node signed.")
 
+    def _check_kept(self, survivors: frozenset[int]) -> None:
+        # A server that names just one node's partners as dropped out would have its vector in the open.
+        for dealer in survivors.intersection(self._drew) if not self.terms.parameters.complete else ():
+            kept = len(self._drew[dealer] & survivors)
+            if kept < self.terms.parameters.kept:
+                asked = self.terms.parameters.kept
+                raise Refusal(f"{kept} of the mask partners of node {dealer} survived, {asked} must.")
+
     def _check_signatures(self, request: Unmasking, survivors: frozenset[int]) -> None:
+        """As many survivors must have signed the set as it must have members. A quorum would make it the only set; but
+        a member that did not sign may be one that the server made up from keys of an earlier round, whose secrets were
+        revealed there, and then nobody's vector stands for it in the sum."""
         if self._guarantees.identities is None:
             return
         statement = survivors_statement(self.terms, self._sharers_bytes, request.survivors)
@@ -266,9 +331,9 @@ class Client:
             except InvalidSignature as error:
                 raise Refusal(f"the survivors' signature of node {signer} is wrong.") from error
             valid += 1
-            if valid == self.terms.parameters.quorum:
+            if valid == self._fewest():
                 return
-        raise Refusal(f"{valid} survivors signed this set, {self.terms.parameters.quorum} must have.")
+        raise Refusal(f"{valid} survivors signed this set, {self._fewest()} must have.")
 
     def _fewest(self) -> int:
         return max(self._guarantees.least, self.terms.parameters.survivors)
@@ -276,26 +341,29 @@ class Client:
     # --- helpers
 
     def _members(self, data: bytes) -> frozenset[int]:
-        try:
+        with _refusing():
             return members_from_bytes(data, self.terms.n)
-        except MessageError as error:
-            raise Refusal(str(error)) from error
 
     def _seal(self, keys: KeyPairs, other: int) -> SealKey:
         if other not in self._seals:
-            self._seals[other] = SealKey(keys.seal, self.terms.advertisement(other).seal_key, self.terms.digest)
+            with _refusing():
+                self._seals[other] = SealKey(keys.seal, self.terms.advertisement(other).seal_key, self.terms.digest)
         return self._seals[other]
 
     def _pair(self, keys: KeyPairs, other: int) -> bytes:
         pair = (min(self.index, other), max(self.index, other))
-        return mask_key(keys.mask, self.terms.advertisement(other).mask_key, self.terms.digest, pair)
+        with _refusing():
+            return mask_key(keys.mask, self.terms.advertisement(other).mask_key, self.terms.digest, pair)
 
-    def _opened(self, keys: KeyPairs, dealer: int, sealed: bytes) -> tuple[tuple[bytes, bytes], bool]:
-        try:
+    def _opened(self, keys: KeyPairs, dealer: int, data: bytes) -> tuple[tuple[bytes, bytes], frozenset[int]]:
+        """The dealer's two shares for this node, and the mask partners that it drew (none on a complete graph)."""
+        sealed, listed = data[:SEALED], data[SEALED:]
+        with _refusing():
             plain = self._seal(keys, dealer).open(sealed, dealer, self.index)
-        except AdvertisementError as error:
-            raise Refusal(str(error)) from error
-        return (plain[:SHARE], plain[SHARE : 2 * SHARE]), plain[2 * SHARE :] == b"\x01"
+            drew = frozenset(indices_from_bytes(listed))
+        if plain[2 * SHARE :] != drawn_digest(listed, self.terms.digest):
+            raise Refusal(f"the mask partners of node {dealer} are not those that it drew.")
+        return (plain[:SHARE], plain[SHARE : 2 * SHARE]), drew
 
     def _sign(self, survivors: bytes) -> bytes:
         if self._identity is None:
@@ -303,6 +371,32 @@ class Client:
         return self._identity.sign(survivors_statement(self.terms, self._sharers_bytes, survivors))
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except (AdvertisementError, MessageError) as error:
+        raise Refusal(str(error)) from error
+
+
+def listed_partners(parameters: Parameters, holders: tuple[int, ...]) -> bytes:
+    """The mask partners that a node names to its holders; on a complete graph there is nothing to say."""
+    return b"" if parameters.complete else indices_to_bytes(partners_of(parameters, holders))
+
+
+def drawn_digest(listed: bytes, context: bytes) -> bytes:
+    """Binds a dealer's list of mask partners to its shares."""
+    return hashlib.sha256(b"fedward secagg drawn" + context + listed).digest()[:DIGEST]
+
+
 def seed_commitment(seed: bytes, context: bytes) -> bytes:
     """Commitment to a self-mask's seed: it is random, so its hash hides it."""
     return hashlib.sha256(b"fedward secagg seed" + context + seed).digest()[:16]
+
+
+def _hex_pair(pair: tuple[bytes, bytes]) -> tuple[str, str]:
+    return pair[0].hex(), pair[1].hex()
+
+
+def _from_hex_pair(pair: list[str]) -> tuple[bytes, bytes]:
+    return bytes.fromhex(pair[0]), bytes.fromhex(pair[1])

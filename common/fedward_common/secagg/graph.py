@@ -2,8 +2,9 @@
 
 Bell, Bonawitz, Gascón, Lepoint, Raykova, "Secure single-server aggregation with (poly)logarithmic overhead", CCS 2020.
 There the server deals neighbours by a permutation, which a lying server would choose so as to surround a victim with
-its own nodes. Here each node draws its own k holders, uniformly among the others: the first `partners` of them are
-its mask partners, and two nodes share a mask when either drew the other. The rules below are recomputed for that.
+its own nodes. Here each node draws its own k holders, uniformly among the others: the first `partners` of them (all,
+where the server may lie) are its mask partners, and two nodes share a mask when either drew the other. The rules below
+are recomputed for that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import secrets
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from fedward_common.errors import FedwardError
 from fedward_common.secagg.shamir import MAX_X
@@ -33,15 +37,17 @@ class Parameters:
 
     n: nodes in the cohort. holders: k, nodes that hold a share of one node's secrets (complete graph: n, itself
     included). threshold: t, shares that give a secret. partners: drawn holders that are also mask partners (complete:
-    n - 1). survivors: least members of the survivor set. quorum: signatures over one survivor set that a node wants
-    to see before it reveals a share; two different sets never both reach it while no more than `colluders` sign twice.
-    colluders: nodes that may side with the server.
+    n - 1). kept: how many of the partners that a node drew must be among the survivors, or no holder gives a share of
+    its self-mask (0: not asked). survivors: least members of the survivor set, and signatures over it that a node wants
+    to see before it reveals a share. quorum: at most that, and so many that two different sets never both reach it
+    while no more than `colluders` sign twice. colluders: nodes that may side with the server.
     """
 
     n: int
     holders: int
     threshold: int
     partners: int
+    kept: int
     complete: bool
     quorum: int
     survivors: int
@@ -65,8 +71,13 @@ def choose(n: int, dropout: float, corrupt: float, semi_malicious: bool = True) 
     - correctness: n · P[fewer than t surviving holders] <= 2^-20;
     - semi-malicious: with c corrupt holders at most (but for 2^-41), 2t > k + c. An honest holder gives a share of one
       of a node's two secrets, a corrupt one of both, so that the server cannot get both secrets of a node;
-    - connectivity: `disconnection` < 2^-41. The partners are k/2, or as many more of the k as that needs; if all k are
-      not enough, k grows.
+    - connectivity, semi-honest: `disconnection` < 2^-41. The partners are k/2, or as many more of the k as that needs;
+      if all k are not enough, k grows;
+    - connectivity, semi-malicious: all k are partners, and `isolation` < 2^-41 with the most kept partners for which
+      n · P[fewer of a node's partners survive] <= 2^-20. With fewer partners the server could conceal some from a node
+      (tell it, and only it, that they dealt no shares) and name others as lost, until only corrupt ones are left. But a
+      node sends its vector only if t of its holders dealt, by what it heard, and its seed is revealed only by t that
+      survived, by what they signed: 2t - k at least are both, and one of these is honest and its partner.
     At least 2 shares are needed always: one holder alone knows nothing.
 
     Up to 30 nodes, or where that k would be n - 1 or more, the graph is complete and nothing is left to chance.
@@ -109,9 +120,9 @@ def choose(n: int, dropout: float, corrupt: float, semi_malicious: bool = True) 
     sparse = None if n <= COMPLETE_UP_TO else _sparse(n, colluders, n - survivors, semi_malicious)
     if sparse is None:
         threshold = quorum if semi_malicious else max(n // 2, colluders) + 1
-        return Parameters(n, n, threshold, n - 1, True, quorum, survivors, colluders)
-    holders, threshold, partners = sparse
-    return Parameters(n, holders, threshold, partners, False, quorum, survivors, colluders)
+        return Parameters(n, n, threshold, n - 1, survivors - 1, True, quorum, survivors, colluders)
+    holders, threshold, partners, kept = sparse
+    return Parameters(n, holders, threshold, partners, kept, False, quorum, survivors, colluders)
 
 
 def draw_holders(parameters: Parameters, me: int) -> tuple[int, ...]:
@@ -145,7 +156,8 @@ def disconnection(n: int, absent: int, partners: int) -> float:
 
         P <= sum over s = 1 .. m/2 of C(m, s) · a(m-s)^s · a(s)^(m-s).
 
-    The terms for s = 1 (one node alone, its value in the open) are nearly all of it.
+    The term for s = 1 (one node alone, its value in the open) is nearly all of it. The bound says nothing of a server
+    that calls nodes lost after it saw the draw: see `isolation`.
     """
     drawable = _log_choose(n - 1, partners)
 
@@ -160,19 +172,74 @@ def disconnection(n: int, absent: int, partners: int) -> float:
     return min(total, 1.0)
 
 
-def _sparse(n: int, colluders: int, drop_outs: int, semi_malicious: bool) -> tuple[int, int, int] | None:
-    """k, t and the number of partners by the rules in `choose`; None where no k under n - 1 will do."""
-    corrupt = lost = 0
+def isolation(n: int, colluders: int, partners: int, kept: int) -> float:
+    """The like bound where the server itself names the lost nodes, knowing the whole draw.
+
+    A lying server that may name δn nodes lost can name all honest partners of one node, if these are no more, and read
+    its value. So holders give shares of a node's self-mask only if at least `kept` of the partners that this node drew
+    (it tells them, sealed with the shares, whom it drew) are among the survivors. If then S, of s honest survivors,
+    share no mask with the other honest survivors, each node of S drew at least `kept` of its q partners among S and
+    the C corrupt nodes, whoever is lost: with probability h(s) = P[Hypergeom(n - 1, C + s - 1, q) >= kept] each, and
+    draws are independent. One of S and the rest has at most half of the m = n - C honest nodes; by the union bound
+    over all S, and so over all survivor sets,
+
+        P <= sum over s = 1 .. m/2 of C(m, s) · h(s)^s.
+    """
+    m = n - colluders
+    half = m // 2
+    # Where the bound fails it mostly does at the largest parts: one number, before thousands.
+    largest = _tail(n - 1, colluders + half - 1, partners, kept)
+    if largest and _log_choose(m, half) + half * math.log(largest) >= 0:
+        return 1.0
+    logs = _log_factorials(n)
+
+    def log_choose(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64] | int) -> npt.NDArray[np.float64]:
+        b = np.asarray(b)
+        return np.where(b <= a, logs[a] - logs[b] - logs[np.maximum(a - b, 0)], -np.inf)
+
+    s = np.arange(1, half + 1)
+    hit = colluders + s - 1
+    tails = np.zeros(half)
+    for count in range(kept, partners + 1):
+        ways = log_choose(hit, count) + log_choose(n - 1 - hit, partners - count)
+        more = np.exp(ways - _log_choose(n - 1, partners))
+        tails += more
+        if (more <= tails * 2.0**-60).all():
+            break
+    with np.errstate(divide="ignore"):
+        terms = log_choose(np.full(half, m), s) + s * np.log(tails)
+    return min(float(np.exp(np.minimum(terms, 0.0)).sum()), 1.0)
+
+
+@lru_cache(maxsize=8)
+def _log_factorials(n: int) -> npt.NDArray[np.float64]:
+    """ln 0! to ln n!."""
+    return np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1)))))
+
+
+def _sparse(n: int, colluders: int, drop_outs: int, semi_malicious: bool) -> tuple[int, int, int, int] | None:
+    """k, t, partners and kept partners by the rules in `choose`; None where no k under n - 1 will do."""
+    security, correctness = 2.0 ** -(SECURITY_BITS + 1), 2.0**-CORRECTNESS_BITS / n
+    corrupt = lost = partners = lost_partners = 0
     for k in range(2, n - 1, 2):
-        corrupt = _least(n - 1, colluders, k, 2.0 ** -(SECURITY_BITS + 1) / n, corrupt)
-        lost = _least(n - 1, drop_outs, k, 2.0**-CORRECTNESS_BITS / n, lost)
+        corrupt = _least(n - 1, colluders, k, security / n, corrupt)
+        lost = _least(n - 1, drop_outs, k, correctness, lost)
         # At most corrupt - 1 holders are corrupt, and at least k - (lost - 1) survive.
         threshold = (k + corrupt - 1) // 2 + 1 if semi_malicious else max(corrupt, 2)
         if threshold > k - lost + 1:
             continue
-        for partners in range(k // 2, k + 1):
-            if disconnection(n, colluders + drop_outs, partners) < 2.0 ** -(SECURITY_BITS + 1):
-                return k, threshold, partners
+        partners = k if semi_malicious else max(partners, k // 2)
+        while partners <= k:
+            if semi_malicious:
+                lost_partners = _least(n - 1, drop_outs, partners, correctness, lost_partners)
+                kept = partners - lost_partners + 1
+                cut_off = isolation(n, colluders, partners, kept)
+            else:
+                kept = 0
+                cut_off = disconnection(n, colluders + drop_outs, partners)
+            if cut_off < security:
+                return k, threshold, partners, kept
+            partners += 1  # What is too few here is too few for a larger k.
     return None
 
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedward_common.errors import FedwardError
+from fedward_common.secagg.graph import Parameters
 from fedward_common.secagg.keys import Advertisement
 
 SHARE = 33
 COMMITMENT = 16
-SEALED = 2 * SHARE + 1 + 16
-"""Two shares and the partner flag, sealed."""
+DIGEST = 16
+SEALED = 2 * SHARE + DIGEST + 16
+"""Two shares and the digest of the dealer's mask partners, sealed."""
 SIGNATURE = 64
 
 
@@ -41,6 +43,18 @@ def members_from_bytes(data: bytes, n: int) -> frozenset[int]:
     if bits[n:].any():
         raise MessageError("a set of nodes names more nodes than there are.")
     return frozenset(int(i) + 1 for i in np.flatnonzero(bits))
+
+
+def indices_to_bytes(indices: Sequence[int]) -> bytes:
+    """Indices in order, two bytes each."""
+    return struct.pack(f"<{len(indices)}H", *indices)
+
+
+def indices_from_bytes(data: bytes) -> tuple[int, ...]:
+    """The inverse of `indices_to_bytes`. Raises `MessageError`."""
+    if len(data) % 2:
+        raise MessageError(f"{len(data)} bytes are no whole number of indices.")
+    return struct.unpack(f"<{len(data) // 2}H", data)
 
 
 def advertisements_to_bytes(advertisements: Iterable[Advertisement]) -> bytes:
@@ -113,10 +127,16 @@ def entries_from_bytes(data: bytes, size: int) -> dict[int, bytes]:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What a node needs to mask. sharers: who dealt shares. sealed: dealer -> what it sealed for this node."""
+    """What a node needs to mask. sharers: who dealt shares. sealed: dealer -> what it sealed for this node, and behind
+    it, unless the graph is complete, the mask partners that it drew (`indices_to_bytes`)."""
 
     sharers: bytes
     sealed: Mapping[int, bytes]
+
+
+def delivered_size(parameters: Parameters) -> int:
+    """Bytes of an entry of `Delivery.sealed`."""
+    return SEALED if parameters.complete else SEALED + 2 * parameters.partners
 
 
 @dataclass(frozen=True)

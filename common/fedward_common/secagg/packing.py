@@ -20,10 +20,11 @@ from fedward_common.errors import FedwardError
 
 Words = npt.NDArray[np.uint32]
 Packed = npt.NDArray[np.uint8]
+Lanes = npt.NDArray[Any]
 
 MIN_BITS, MAX_BITS = 12, 32
 
-_PART = 1 << 16
+_PART = 1 << 17
 """Words or lanes handled at a time: what is computed on the way stays in the cache. Even, so that no byte of a 4-bit
 plane is torn."""
 
@@ -43,8 +44,13 @@ class _Plane:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The array type of a plane of whole bytes."""
-        return np.dtype(f"<u{self.width // 8}")
+        """An element of the plane on the wire: one word, or two words of 4 bits."""
+        return np.dtype(f"<u{max(self.width // 8, 1)}")
+
+    def of(self, packed: Packed, start: int, stop: int) -> Lanes:
+        """The elements of words `start` (even) to `stop`: a view of `packed`."""
+        first, last = self.start + start * self.width // 8, self.start + (stop * self.width + 7) // 8
+        return packed[first:last].view(self.dtype)
 
 
 def packed_size(length: int, bits: int) -> int:
@@ -61,28 +67,22 @@ def pack(words: Words, bits: int) -> Packed:
     for start, stop in _parts(len(words)):
         part = words[start:stop]
         for plane in planes:
-            piece = packed[plane.start + start * plane.width // 8 :]
-            if plane.width == 4:
-                halves = _halved(part >> np.uint32(plane.shift))
-                piece[: len(halves)] = halves
-            else:
-                # A cast to fewer bits is a modulus.
-                piece[: len(part) * plane.width // 8].view(plane.dtype)[:] = part >> np.uint32(plane.shift)
+            # A cast to fewer bits is a modulus.
+            plane.of(packed, start, stop)[:] = _halved(part) if plane.width == 4 else part >> np.uint32(plane.shift)
     return packed
 
 
 def unpack(packed: Packed, length: int, bits: int) -> Words:
     """The `length` words below 2^bits that `pack` was given, uint32. Raises `PackingError`."""
+    planes = _checked(packed, length, bits)
     words = np.zeros(length, np.uint32)
-    for plane in _checked(packed, length, bits):
-        values = packed[plane.start : plane.stop]
-        if plane.width == 4:
-            halves = np.empty(2 * len(values), np.uint8)
-            halves[0::2], halves[1::2] = values & 15, values >> 4
-            values = halves[:length]
-        else:
-            values = values.view(plane.dtype)
-        words |= values.astype(np.uint32) << np.uint32(plane.shift)
+    for start, stop in _parts(length):
+        part = words[start:stop]
+        for plane in planes:
+            values = plane.of(packed, start, stop)
+            if plane.width == 4:
+                values = _interleaved(values & np.uint8(15), values >> np.uint8(4))[: len(part)]
+            part |= values.astype(np.uint32) << np.uint32(plane.shift)
     return words
 
 
@@ -90,7 +90,8 @@ class PackedSum:
     """The sum mod 2^bits of packed vectors of `length` words, without unpacking them.
 
     The top plane is added at its own width, since its overflow is the modulus. A lower plane of width w must keep its
-    carries: see `_Lanes`. Holds at most 5/4 of the memory of `length` uint32 (3/4 at 20 bits).
+    carries: see `_Lanes`. Holds at most 5/4 of the memory of `length` uint32 (3/4 at 20 bits), half as much again while
+    it carries, and buffers of at most 3 MB.
     """
 
     def __init__(self, length: int, bits: int) -> None:
@@ -112,12 +113,15 @@ class PackedSum:
 
     def total(self) -> Words:
         """The sum mod 2^bits, uint32 of shape (length,)."""
-        words = self._high.astype(np.uint32)
-        words <<= np.uint32(self._top.shift)
-        for lanes in self._lanes:
-            words += lanes.sums()[: self.length].astype(np.uint32) << np.uint32(lanes.plane.shift)
-        if self.bits < MAX_BITS:
-            words &= np.uint32(2**self.bits - 1)
+        words = np.empty(self.length, np.uint32)
+        for start, stop in _parts(self.length):
+            part = words[start:stop]
+            np.left_shift(self._high[start:stop], np.uint32(self._top.shift), out=part)
+            for lanes in self._lanes:
+                sums = lanes.sums(start // 2, (stop + 1) // 2)[: len(part)]
+                part += sums.astype(np.uint32) << np.uint32(lanes.plane.shift)
+            if self.bits < MAX_BITS:
+                part &= np.uint32(2**self.bits - 1)
         return words
 
     def _carry(self, place: int) -> None:
@@ -148,11 +152,12 @@ class _Lanes:
         self._shifted = np.empty(min(lanes, _PART), self._dtype)
         self._shift = self._dtype.type(plane.width)
         self._added = 0
+        """Vectors added, where the rest after a carry counts as one."""
 
     @property
     def full(self) -> bool:
         """Whether one more vector could overflow a lane."""
-        return self._added == 2**self.plane.width + 1
+        return self._added == (1 << self.plane.width) + 1
 
     def add(self, values: Packed) -> None:
         """Add a vector of the plane, in its wire form."""
@@ -166,21 +171,26 @@ class _Lanes:
             self._upper[start:stop] += shifted
         self._added += 1
 
-    def sums(self) -> npt.NDArray[Any]:
-        """Σ v of every word since the last carry, and perhaps a spare one."""
-        sums = np.empty(2 * len(self._whole), self._dtype)
-        sums[0::2], sums[1::2] = self._whole - (self._upper << self._shift), self._upper
-        return sums
+    def sums(self, start: int, stop: int) -> Lanes:
+        """Σ v since the last carry, of both words of lanes `start` to `stop`."""
+        return _interleaved(*self._halves(start, stop))
 
-    def take_carries(self) -> npt.NDArray[Any]:
-        """What of `sums` is beyond w bits, divided by 2^w; it is no longer part of them afterwards."""
-        sums = self.sums()
-        carries = sums >> self._shift
-        sums &= self._dtype.type(2**self.plane.width - 1)
-        self._upper[:] = sums[1::2]
-        self._whole[:] = sums[0::2] + (self._upper << self._shift)
+    def take_carries(self) -> Lanes:
+        """What of Σ v is beyond w bits, divided by 2^w, of all words; it is no longer part of Σ v afterwards."""
+        rest = self._dtype.type((1 << self.plane.width) - 1)
+        carries = np.empty(2 * len(self._whole), self._dtype)
+        for start, stop in _parts(len(self._whole)):
+            even, odd = self._halves(start, stop)
+            carries[2 * start : 2 * stop] = _interleaved(even >> self._shift, odd >> self._shift)
+            odd &= rest
+            self._whole[start:stop] = (even & rest) + (odd << self._shift)
         self._added = 1
         return carries
+
+    def _halves(self, start: int, stop: int) -> tuple[Lanes, Lanes]:
+        """(Σ v_0, Σ v_1), the latter a view of what is kept."""
+        upper = self._upper[start:stop]
+        return self._whole[start:stop] - (upper << self._shift), upper
 
 
 def _planes(length: int, bits: int) -> tuple[_Plane, ...]:
@@ -215,8 +225,15 @@ def _parts(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _halved(words: Words) -> Packed:
-    """The lowest 4 bits of each word, two to a byte."""
+    """The lowest 4 bits of each word, two to a byte (a plane of 4 bits is always the lowest)."""
     low = words.astype(np.uint8)
     pairs = (np.append(low, np.uint8(0)) if len(low) % 2 else low).view("<u2")
     halves: Packed = ((pairs & np.uint16(0xF)) | (pairs >> np.uint16(4) & np.uint16(0xF0))).astype(np.uint8)
     return halves
+
+
+def _interleaved(even: Lanes, odd: Lanes) -> Lanes:
+    """even[0], odd[0], even[1] … by arithmetic on words twice as wide: faster than writing every second element."""
+    wide = np.dtype(f"<u{2 * even.itemsize}")
+    joined: Lanes = even.astype(wide) | odd.astype(wide) << wide.type(8 * even.itemsize)
+    return joined.view(even.dtype)

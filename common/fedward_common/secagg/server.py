@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedward_common.errors import FedwardError
 from fedward_common.secagg import shamir
-from fedward_common.secagg.client import seed_commitment
+from fedward_common.secagg.client import listed_partners, seed_commitment
 from fedward_common.secagg.graph import partners_of
-from fedward_common.secagg.keys import Identities, mask_key, self_mask_key
+from fedward_common.secagg.keys import AdvertisementError, Identities, mask_key, self_mask_key
 from fedward_common.secagg.masks import Words, add_keystreams
 from fedward_common.secagg.messages import Dealt, Delivery, Unmasking, members_to_bytes
 from fedward_common.secagg.packing import Packed, PackedSum
@@ -86,8 +86,9 @@ class Server:
         sharers = members_to_bytes(self._sharers, self.terms.n)
         sealed: dict[int, dict[int, bytes]] = {holder: {} for holder in sorted(self._sharers)}
         for index, dealer in self._dealers.items():
+            listed = listed_partners(parameters, tuple(dealer.dealt.sealed))
             for holder in self._sharers.intersection(dealer.dealt.sealed):
-                sealed[holder][index] = dealer.dealt.sealed[holder]
+                sealed[holder][index] = dealer.dealt.sealed[holder] + listed
         return {holder: Delivery(sharers, shares) for holder, shares in sealed.items()}
 
     # --- stage 2: masked vectors
@@ -138,14 +139,13 @@ class Server:
 
     def close_agreement(self) -> Unmasking:
         """The request to each signer. Raises `Aborted`."""
-        quorum = self.terms.parameters.quorum
-        if len(self._signatures) < quorum:
-            raise Aborted(f"{len(self._signatures)} nodes signed the survivor set, {quorum} must.")
-        # As many as a node asks for, no more: each costs a node its verification.
-        shown = {index: self._signatures[index] for index in sorted(self._signatures)[:quorum]}
+        self._enough(len(self._signatures), "signed the survivor set")
+        # All signatures: a node verifies no more than it asks for, and its policy may ask for more than the rules do.
         dropped = self._sharers - self._survivors
         n = self.terms.n
-        return Unmasking(members_to_bytes(self._survivors, n), members_to_bytes(dropped, n), shown)
+        return Unmasking(
+            members_to_bytes(self._survivors, n), members_to_bytes(dropped, n), dict(sorted(self._signatures.items()))
+        )
 
     # --- stage 4: unmasking
 
@@ -197,7 +197,10 @@ class Server:
             if not self._edge(dropped, survivor):
                 continue
             pair = (min(dropped, survivor), max(dropped, survivor))
-            shared = mask_key(key, self.terms.advertisement(survivor).mask_key, self.terms.digest, pair)
+            try:
+                shared = mask_key(key, self.terms.advertisement(survivor).mask_key, self.terms.digest, pair)
+            except AdvertisementError as error:
+                raise Aborted(f"the masks of node {dropped} cannot be taken off node {survivor}: {error}") from error
             (minus if survivor < dropped else plus).append(shared)
 
     def _edge(self, one: int, other: int) -> bool:

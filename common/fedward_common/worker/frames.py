@@ -348,8 +348,8 @@ def done_from_frame(frame: Frame, op: str) -> Done:
     """The result of a work with this `op`. Raises `FrameError`.
 
     Metric names are short plain names and info holds numbers and truth values only (and for "prepare" and
-    "initial" the text "layout"): task code must not send free text off the node. Values may be NaN: the update
-    gate judges them.
+    "initial" the text "layout" and the list of names "metric_names"): task code must not send free text off the node.
+    Values may be NaN: the update gate, which knows what the algorithm asks for, is the next step. Raises `FrameError`.
     """
     from fedward_common.local import Done
 
@@ -376,6 +376,11 @@ def _check_info(info: object, op: str) -> dict[str, Any]:
         if op in ("prepare", "initial") and name == "layout":
             if not isinstance(value, str):
                 raise FrameError("a result's info.layout is not text.")
+        elif op in ("prepare", "initial") and name == "metric_names":
+            if not isinstance(value, list) or len(value) > _MAX_METRICS:
+                raise FrameError(f"a result's info.metric_names is not a list of at most {_MAX_METRICS} names.")
+            for metric in value:
+                _check_name(metric)
         elif type(value) not in (bool, int, float):
             raise FrameError(f"a result's info.{name} is {type(value).__name__}; only numbers and true/false travel.")
     return dict(info)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,14 +211,23 @@ def test_an_approval_is_taken_back_by_removing_its_file(node: Node) -> None:
     assert node.counting() == ["hospital-a", "ada"]
 
 
-def test_files_that_are_no_approvals_are_ignored(node: Node) -> None:
-    node.approve()
-    approvals = MemberApprovals(node.paths.members)
-    (found,) = node.paths.members.glob("node-hospital-b-*")
-    found.rename(found.with_name(f".{found.name}"))
-    assert node.counting() == ["hospital-a", "ada"]
-    approvals.keep_only(())
-    assert node.counting() == ["hospital-a"]
+def test_an_approval_is_for_one_member_only(tmp_path: Path) -> None:
+    approvals = MemberApprovals(tmp_path / "members")
+    one = Member(Kind.NODE, "b", key(), "b" * 32)
+    others = [
+        replace(one, kind=Kind.SCIENTIST), replace(one, name="c"), replace(one, key=key()),
+        replace(one, node_id="c" * 32), replace(one, name="c", node_id=""),
+    ]  # fmt: skip
+    assert approvals.approved([one]) == frozenset()
+    approvals.approve(one)
+    assert approvals.approved([one, *others]) == {one}
+    # What a crash left of a write is no approval.
+    (path,) = (tmp_path / "members").iterdir()
+    path.rename(path.with_name(f".{path.name}.tmp"))
+    assert approvals.approved([one]) == frozenset()
+    approvals.approve(one)
+    approvals.keep_only([*others])
+    assert approvals.approved([one]) == frozenset()
 
 
 @pytest.mark.parametrize("policy", [ASK, ""])
@@ -415,6 +425,19 @@ def test_show_where_a_roster_is_pinned(node: Node, fedward: Callable[..., Result
     assert "pinned" in fedward("show").output and "accepted" in fedward("show").output
     node.use(f'pinned_roster = "{"0" * 64}"')
     assert "every run is refused" in fedward("show").output
+
+
+def test_a_directory_that_is_not_enrolled_is_told_so(tmp_path: Path) -> None:
+    for words in (("status",), ("up",), ("roster", "show"), ("roster", "approve", "--all")):
+        result = CliRunner().invoke(build(), ["node", *words, "--dir", str(tmp_path)])
+        assert result.exit_code == 1 and "this node is not enrolled" in result.output
+
+
+def test_an_enrolled_node_that_lost_its_policy_does_not_start(node: Node) -> None:
+    node.paths.policy.unlink()
+    for words in (("up",), ("roster", "show")):
+        result = CliRunner().invoke(build(), ["node", *words, "--dir", str(node.paths.root)])
+        assert result.exit_code == 1 and "a node has a policy" in result.output
 
 
 # With a real server

@@ -19,13 +19,14 @@ def key(number: int) -> bytes:
 
 
 def oracle(key: bytes, count: int) -> np.ndarray:
-    """The words by the textbook: the encrypted blocks 0, 1, 2 …, big-endian, one after another."""
-    blocks = b"".join(number.to_bytes(16, "big") for number in range(-(-count // 4)))
-    return np.frombuffer(AES.new(key, AES.MODE_ECB).encrypt(blocks), "<u4")[:count]
+    """The words by the textbook: one counter block after another, each encrypted on its own by another library."""
+    first = int.from_bytes(key[16:], "big")
+    blocks = b"".join(((first + i) % 2**128).to_bytes(16, "big") for i in range(-(-count // 4)))
+    return np.frombuffer(AES.new(key[:16], AES.MODE_ECB).encrypt(blocks), "<u4")[:count]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_words_are_aes_in_counter_mode(size):
+def test_words_are_aes_128_in_counter_mode(size):
     words = np.zeros(size, np.uint32)
     add_keystreams(words, [key(1)], [])
     assert np.array_equal(words, oracle(key(1), size))
@@ -46,12 +47,26 @@ def test_keystreams_are_added_and_subtracted_in_place(size):
     assert [int(w) for w in words] == [w % 2**32 for w in expected]
 
 
-def test_a_known_vector_of_aes_256():
-    """FIPS 197, appendix C.3, with its plaintext as the counter's start: the cipher under the keystream."""
-    encryptor = AES.new(bytes(range(32)), AES.MODE_ECB)
-    assert encryptor.encrypt(bytes.fromhex("00112233445566778899aabbccddeeff")).hex() == (
-        "8ea2b7ca516745bfeafc49904b496089"
-    )
+def test_the_published_vector():
+    """NIST SP 800-38A, F.5.1 (CTR-AES128): the keystream is plaintext xor ciphertext."""
+    words = np.zeros(16, np.uint32)
+    aes_key, counter = "2b7e151628aed2a6abf7158809cf4f3c", "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"
+    add_keystreams(words, [bytes.fromhex(aes_key + counter)], [])
+    assert words.tobytes().hex(" ", 16).split() == [
+        "ec8cdf7398607cb0f2d21675ea9ea1e4",
+        "362b7c3c6773516318a077d7fc5073ae",
+        "6a2cc3787889374fbeb4c81b17ba6c44",
+        "e89c399ff0f198c6d40a31db156cabfe",
+    ]
+
+
+@pytest.mark.parametrize("before", [1, 2, 5])
+@pytest.mark.parametrize("bits", [32, 64, 128])
+def test_the_counter_carries_over_its_whole_width(bits, before):
+    key = bytes(range(16)) + (2**bits - before).to_bytes(16, "big")
+    words = np.zeros(40, np.uint32)
+    add_keystreams(words, [key], [])
+    assert np.array_equal(words, oracle(key, 40))
 
 
 def test_no_keys_change_nothing():
@@ -100,6 +115,12 @@ def test_a_stream_goes_on_where_it_stopped():
     counts = [3, 0, 1, PART + 5, 8, 2 * PART, 7]
     got = np.concatenate([stream.words(count).copy() for count in counts])
     assert np.array_equal(got, oracle(key(1), sum(counts)))
+
+
+def test_a_stream_keeps_its_buffer():
+    stream = Keystream(key(1))
+    first = stream.words(100)
+    assert np.shares_memory(first, stream.words(100)) and np.shares_memory(first, stream.words(7))
 
 
 def test_a_stream_without_a_key_takes_one_from_the_operating_system(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from fedward_common.secagg import packing
@@ -88,12 +90,32 @@ def test_bytes_may_begin_anywhere_in_a_message(bits):
     assert np.array_equal(unpack(message, 1001, bits), total.total())
 
 
-@pytest.mark.parametrize("bits", ALL_BITS)
-def test_memory_is_at_most_five_quarters_of_the_words(bits):
-    length = 1 << 18
-    total = PackedSum(length, bits)
-    held = total._high.nbytes + sum(lanes._whole.nbytes + lanes._upper.nbytes for lanes in total._lanes)
-    assert held <= 1.25 * 4 * length
+@pytest.mark.parametrize("bits", [12, 20, 28])
+def test_the_spare_half_of_the_last_byte_is_ignored(bits):
+    packed = pack(np.arange(7, dtype=np.uint32), bits)
+    packed[-1] |= 0xF0
+    total = PackedSum(7, bits)
+    for _ in range(40):
+        total.add(packed)
+    assert unpack(packed, 7, bits).tolist() == list(range(7))
+    assert total.total().tolist() == [40 * word for word in range(7)]
+
+
+@pytest.mark.parametrize(("bits", "share"), [(20, 3 / 4), (24, 1), (28, 5 / 4)])
+def test_memory_is_about_that_of_the_words(bits, share):
+    """Sums that carry in every plane."""
+    length = 1 << 20
+    packed = pack(random(length), bits)
+    tracemalloc.start()
+    try:
+        total = PackedSum(length, bits)
+        for _ in range(260):
+            total.add(packed)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held <= share * 4 * length + 2**19
+    assert peak <= (share + 0.5) * 4 * length + 3_000_000
 
 
 @pytest.mark.parametrize("change", [-1, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,3 +86,19 @@ def test_secrets_are_gone_after_unmasking() -> None:
         assert not client._seed and client._keys is None and not client._held and client._own_shares is None
         with pytest.raises(Refusal, match="out of turn"):
             client.unmask(request)
+
+
+def test_nobody_unmasks_a_node_whose_partners_are_said_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A server that knows the graph names the partners of one node as dropped out: its vector would be in the open.
+    def rounds(kept: int) -> None:
+        cohort = Cohort(40)
+        cohort.terms = replace(cohort.terms, parameters=replace(cohort.parameters, kept=kept))
+        monkeypatch.setattr(Cohort, "parameters", cohort.terms.parameters)
+        run(cohort, lambda at, i: i == 7 and at != "deal")
+
+    whole = Cohort(40).parameters.partners
+    rounds(whole - 1)
+    with pytest.raises(Refusal, match="mask partners of node"):
+        rounds(whole)
+    monkeypatch.setattr("fedward_common.secagg.client.Client._check_kept", lambda self, survivors: None)
+    rounds(whole)
