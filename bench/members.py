@@ -36,4 +36,4 @@ def standing(path: Path, name: str) -> Standing:
     node = roster.node(name)
     assert node is not None
     identity = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(told[_IDENTITIES][name]))
-    return Standing(node.id_bytes, identity, lambda: roster, least=2)
+    return Standing(node.id_bytes, identity, lambda: roster, lambda: roster, least=2)
