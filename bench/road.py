@@ -19,7 +19,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from fedward_common import ranges
 from fedward_common.pipeline import Flat, build
-from fedward_common.ranges import first, following
+from fedward_common.ranges import Scale, Scales, following
 from fedward_common.summand import CLIPPED, Group, Shape, Words, decode
 from fedward_common.update import Update
 from sklearn.datasets import load_digits
@@ -71,7 +71,7 @@ def training(nodes: int, rounds: int) -> Iterator[Round]:
             for _ in range(20):
                 batch = rng.choice(part, min(32, len(part)), replace=False)
                 optimiser.zero_grad()
-                nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()  # type: ignore[no-untyped-call]
+                nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
                 optimiser.step()
             changes.append((nn.utils.parameters_to_vector(parameters).detach() - vector).numpy())
         weights = [float(len(part)) for part in parts]
@@ -97,8 +97,7 @@ def errors(history: list[Round], bits: int, headroom: float) -> tuple[list[float
     """Of each round: the mean's L2 error relative to it, and the share of coordinates clipped."""
     wrong, clipped = [], []
     with mock.patch.object(ranges, "HEADROOM", headroom):
-        scales = first({"delta": 8.0}, 64.0)
-        scales = ranges.Scales({"delta": ranges.Scale(scales.groups["delta"].range, headroom)}, scales.weight)
+        scales = Scales({"delta": Scale(8.0, headroom)}, 64.0)
         for changes, weights in history:
             size = changes[0].size
             shape = Shape(scales.shape_groups({"delta": size}), (), bits, len(changes), scales.weight)
@@ -122,7 +121,7 @@ def times(size: int, repeats: int) -> tuple[float, float]:
     update = Update({"delta": np.random.default_rng(0).normal(0, 0.1, size).astype(np.float32)}, 37.0)
     shape = Shape((Group("delta", size, 1.0),), (), 20, 10, 64.0)
     held: list[Words] = []
-    road = build(shape, Keystream(), lambda words: held.append(words) or b"")  # type: ignore[func-returns-value]
+    road = build(shape, Keystream(), lambda words: held.append(words) or b"")
     encoding, decoding = [], []
     for _ in range(repeats):
         start = time.process_time()

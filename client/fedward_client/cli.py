@@ -70,19 +70,17 @@ def up(
     from fedward_client.link import LinkRefused
     from fedward_client.logs import configure
     from fedward_client.membership import Membership
-    from fedward_client.policy import load_policy
     from fedward_client.settings import load_settings
 
     paths = NodePaths(directory.resolve())
-    settings, policy = load_settings(config), load_policy(paths.policy)
-    member = Membership(paths, policy)
+    member, settings = Membership.open(paths), load_settings(config)
     configure(settings.node.log)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
         with lock_file(paths.lock):
-            Guard(member, settings, policy).run(stop)
+            Guard(member, settings, member.policy).run(stop)
     except Locked as locked:
         out.print(f"[red]{locked}[/]\nOne guard a state directory: stop the other one first.")
         raise typer.Exit(1) from locked
@@ -96,15 +94,15 @@ def status(directory: Folder = DEFAULT) -> None:
     """Who this node is and what it is doing."""
     from fedward_client.journal_lines import tail
     from fedward_client.membership import Membership
-    from fedward_client.policy import load_policy
     from fedward_client.status import StatusFile
 
     paths = NodePaths(directory.resolve())
-    member = Membership(paths, load_policy(paths.policy))
+    member = Membership.open(paths)
     now = StatusFile(paths.status).read()
     table = Table(show_header=False, box=None)
     table.add_row("name", member.name)
     table.add_row("node id", member.node_id)
+    table.add_row("public key", member.own_key)
     table.add_row("server", member.server)
     roster, pending = member.newest(), len(member.pending())
     waiting = f", {pending} members wait for approval ('fedward node roster show')" if pending else ""

@@ -20,9 +20,10 @@ from fedward_common.members import Kind
 from fedward_common.messages import Failure, Purpose, Reason, Request
 from fedward_common.node import Participant, Refused
 from fedward_common.records import RecordError
-from fedward_common.roster import Roster, RosterError
+from fedward_common.roster import Roster, RosterError, parse_roster
 from fedward_common.secure import SecureParticipant, Standing
 from fedward_common.signing import SignatureError, load_private
+from fedward_common.steps import ROSTER
 from fedward_common.worker import sandbox
 from fedward_common.worker.parent import Workers
 from fedward_common.worker.setup import Setup
@@ -236,10 +237,10 @@ class Guard:
             return self._admit(link, flower_run, request)
 
     def _admit(self, link: Link, flower_run: int, request: Request) -> Session:
+        roster = self._roster(request)
         session = self._sessions.get(request.run)
         if session is not None and request.purpose is not Purpose.PREPARE:
             return session
-        roster = self._roster(request)
         papers = _Papers(link, link.run_info(flower_run))
         self._check_signer(papers)
         admitted = admit(papers, roster, self._policy, self._approvals, self._member.name)
@@ -291,7 +292,8 @@ class Guard:
             return Participant(config, store, execute)
         identity = load_private(self._member.paths.identity_key)
         node, least = bytes.fromhex(self._member.node_id), self._policy.min_cohort
-        return SecureParticipant(run, config, store, execute, Standing(node, identity, self._member.roster, least))
+        standing = Standing(node, identity, self._member.newest, self._member.roster, least)
+        return SecureParticipant(run, config, store, execute, standing)
 
     def _close(self, run: str) -> None:
         self._sessions.pop(run, None)
@@ -299,9 +301,11 @@ class Guard:
         self._status.write(state="connected", runs=sorted(self._sessions))
 
     def _roster(self, request: Request) -> Roster:
-        """Who counts here, after the roster that a PREPARE brings. Raises `Refused`."""
+        """Who counts here, after the roster that a request may bring. Raises `Refused`."""
         try:
-            if request.purpose is Purpose.PREPARE and "roster" in request.settings:
+            if ROSTER in request.vectors:
+                self._member.accept_roster(parse_roster(request.vectors[ROSTER].tobytes()))
+            elif request.purpose is Purpose.PREPARE and "roster" in request.settings:
                 self._member.accept_roster(request.settings["roster"])
             return self._member.roster()
         except RosterPinned as error:

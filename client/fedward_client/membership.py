@@ -17,7 +17,7 @@ from fedward_client.kept_roster import keep_roster
 from fedward_client.link import Link
 from fedward_client.member_approval import MemberApprovals
 from fedward_client.paths import NodePaths
-from fedward_client.policy import Policy
+from fedward_client.policy import Policy, load_policy
 from fedward_client.roster_log import RosterLog
 from fedward_client.status import StatusFile
 from fedward_client.traffic import Traffic
@@ -46,6 +46,12 @@ class Membership:
         self._log = RosterLog(paths.roster_log)
         self._last_refusal = ""
 
+    @classmethod
+    def open(cls, paths: NodePaths) -> Membership:
+        """With the policy in the state directory. One that is not enrolled has none, and is told the first of it."""
+        Enrolled.load(paths)
+        return cls(paths, load_policy(paths.policy))
+
     @property
     def name(self) -> str:
         """This node's name."""
@@ -55,6 +61,11 @@ class Membership:
     def node_id(self) -> str:
         """Fedward's stable id of this node."""
         return self._enrolled.node_id
+
+    @property
+    def own_key(self) -> str:
+        """Public half (base64url) of this node's identity key: what other sites compare before they approve it."""
+        return self._own_key
 
     @property
     def server(self) -> str:

@@ -208,7 +208,7 @@ class Participant:
         try:
             check_update(update, shapes, self.config.cohort.max_weight)
             if self._algorithm.uniform and update.weight != 1:
-                raise UpdateError(f"weight {update.weight} where every node counts the same, 1")
+                raise UpdateError("the weight is not 1, though every node counts the same")
             if set(state) != set(kept):
                 raise UpdateError(f"kept vectors are {sorted(state)}, expected {sorted(kept)}")
             for name, kind in kept.items():

@@ -133,5 +133,5 @@ def _check_fits(shape: Shape, update: Update) -> None:
     if missing or unknown:
         raise UpdateError(
             f"metrics that the run declared and are missing: {missing}; that it did not declare: {unknown}. All nodes "
-            "of a secure sum send the same: the task's metrics() must return the same names everywhere."
+            "of a secure sum send the same: the task's metrics() must return, everywhere, those in its metric_names."
         )

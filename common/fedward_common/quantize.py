@@ -18,7 +18,7 @@ class Stream(Protocol):
     """A keystream: uniform words that nobody without its key can tell from random ones."""
 
     def words(self, count: int) -> npt.NDArray[np.uint32]:
-        """The next `count` words."""
+        """The next `count` words; they may be overwritten by the next call."""
 
 
 def clip(what: str, vector: Vector, bound: float) -> tuple[Vector, int]:

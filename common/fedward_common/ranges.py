@@ -10,9 +10,12 @@ measures it again): largest |(w/W)x| ÷ max|mean|, and by headroom the L2 error 
 the median and in the worst round after the first:
 
     nodes   ratio      16               32               64
-TABLE
-A worst error over 1 % is a round in which a share of 1e-5 to 1e-4 of the coordinates was clipped. The noise is 16 times
-as large at 16 bits.
+    10      12, 18     4e-4, 7e-4       9e-4, 1e-3       2e-3, 3e-3
+    30      27, 48     1e-3, 0.16       2e-3, 0.03       3e-3, 4e-3
+    100     57, 98     5e-3, 0.04       4e-3, 0.03       5e-3, 0.02
+
+A worst error over 1 % is a round in which some were clipped: a share of 4e-4 made 0.16, 2e-5 made 0.03. The rounding
+noise is 16 times as large at 16 bits.
 """
 
 from __future__ import annotations
@@ -63,8 +66,8 @@ class Scales:
 def first(initial: Mapping[str, float], weight: float = 1.0) -> Scales:
     """Before any sum: `initial` gives each group's range, `weight` a guess at a node's weight.
 
-    Guess high: ten times too wide is rounding noise in one round, while too narrow clips (on digits 0.7 % of the
-    coordinates, a quarter of the mean) and takes more rounds to grow.
+    Guess high: ten times too wide is more rounding noise in one round, while too narrow clips the largest coordinates
+    and needs a few rounds to grow.
     """
     return Scales({name: Scale(_range(value)) for name, value in initial.items()}, _weight(weight))
 

@@ -26,7 +26,8 @@ from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, St
 from fedward_common.update import Vector, Vectors
 
 _VECTORS = "vectors"
-_HEAD = "fedward"
+HEAD = "fedward"
+"""The name of the record that says what a message is."""
 _JSON = "json"
 """No vector may have this name."""
 _INLINE = 5 * 2**20
@@ -72,21 +73,24 @@ def request_to_message(
 ) -> Message:
     """A Flower message for the node with Flower id `destination`; `vectors` is `vector_record(request.vectors)` if
     the caller has it already."""
-    head = {
-        "purpose": request.purpose.value,
-        "run": request.run,
-        "round": request.round,
-        "attempt": request.attempt,
-        "included": asdict(request.included) if request.included else None,
-        "settings": dict(request.settings),
-    }
-    content = _content(head, vectors if vectors is not None else vector_record(request.vectors))
+    content = _content(_told(request), vectors if vectors is not None else vector_record(request.vectors))
     return Message(content, destination, _TYPES[request.purpose], ttl=ttl, group_id=str(request.round))
+
+
+def request_record(request: Request) -> ConfigRecord:
+    """The request as one record, for a message that holds others too. Its vectors are short."""
+    vectors = {name: array.data for name, array in array_record(request.vectors).items()}
+    return ConfigRecord({**vectors, _JSON: _text(_told(request))})
 
 
 def message_to_request(message: Message) -> Request:
     """The request in a message. Raises `RecordError`."""
-    head = _head(message)
+    return content_to_request(message.content)
+
+
+def content_to_request(content: RecordDict) -> Request:
+    """The request in a message's records. Raises `RecordError`."""
+    head = _head(content)
     try:
         included = head["included"]
         return Request(
@@ -94,7 +98,7 @@ def message_to_request(message: Message) -> Request:
             run=str(head["run"]),
             round=int(head["round"]),
             attempt=int(head["attempt"]),
-            vectors=_vectors(message),
+            vectors=_vectors(content),
             included=Stamp(int(included["round"]), int(included["attempt"])) if included else None,
             settings=dict(head["settings"]),
         )
@@ -119,7 +123,7 @@ def reply_to_message(reply: Reply, to: Message) -> Message:
     vectors = vector_record(reply.vectors)
     if isinstance(vectors, ConfigRecord):
         # Nobody shares them: one record the less.
-        return Message(RecordDict({_HEAD: ConfigRecord({**vectors, _JSON: _text(head)})}), reply_to=to)
+        return Message(RecordDict({HEAD: ConfigRecord({**vectors, _JSON: _text(head)})}), reply_to=to)
     return Message(_content(head, vectors), reply_to=to)
 
 
@@ -127,7 +131,7 @@ def message_to_reply(message: Message) -> Reply:
     """The reply in a message. Raises `RecordError` (a message that carries Flower's own error included)."""
     if message.has_error():
         raise RecordError(f"Flower error {message.error.code}: {message.error.reason}")
-    head = _head(message)
+    head = _head(message.content)
     try:
         failure = head["failure"]
         return Reply(
@@ -135,7 +139,7 @@ def message_to_reply(message: Message) -> Reply:
             run=str(head["run"]),
             round=int(head["round"]),
             attempt=int(head["attempt"]),
-            vectors=_vectors(message),
+            vectors=_vectors(message.content),
             weight=float(head["weight"]),
             metrics={str(name): float(value) for name, value in head["metrics"].items()},
             held=bool(head["held"]),
@@ -204,8 +208,19 @@ def _body(content: bytes) -> memoryview:
     return memoryview(content)[content.index(HEAD_BODY_DIVIDER) + len(HEAD_BODY_DIVIDER) :]
 
 
+def _told(request: Request) -> dict[str, Any]:
+    return {
+        "purpose": request.purpose.value,
+        "run": request.run,
+        "round": request.round,
+        "attempt": request.attempt,
+        "included": asdict(request.included) if request.included else None,
+        "settings": dict(request.settings),
+    }
+
+
 def _content(head: Mapping[str, Any], vectors: VectorRecord) -> RecordDict:
-    records: dict[str, Any] = {_HEAD: ConfigRecord({_JSON: _text(head)})}
+    records: dict[str, Any] = {HEAD: ConfigRecord({_JSON: _text(head)})}
     if vectors:
         records[_VECTORS] = vectors
     return RecordDict(records)
@@ -216,9 +231,9 @@ def _text(head: Mapping[str, Any]) -> str:
     return json.dumps(head, separators=(",", ":"), allow_nan=False)
 
 
-def _head(message: Message) -> dict[str, Any]:
+def _head(content: RecordDict) -> dict[str, Any]:
     try:
-        head = json.loads(str(message.content.config_records[_HEAD][_JSON]))
+        head = json.loads(str(content.config_records[HEAD][_JSON]))
     except (KeyError, ValueError) as error:
         raise RecordError(f"not a Fedward message: {error!r}") from error
     if not isinstance(head, dict):
@@ -226,8 +241,8 @@ def _head(message: Message) -> dict[str, Any]:
     return head
 
 
-def _vectors(message: Message) -> dict[str, Vector]:
-    record = message.content.get(_VECTORS, message.content.get(_HEAD))
+def _vectors(content: RecordDict) -> dict[str, Vector]:
+    record = content.get(_VECTORS, content.get(HEAD))
     if isinstance(record, ArrayRecord):
         return {name: _vector(name, array.data) for name, array in record.items()}
     if isinstance(record, ConfigRecord):

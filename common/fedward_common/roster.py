@@ -165,11 +165,19 @@ def write_roster(path: Path, envelope: Mapping[str, Any]) -> None:
 def read_roster(path: Path) -> dict[str, Any]:
     """The envelope in a file, not verified. Raises `RosterError`."""
     try:
-        envelope = json.loads(path.read_bytes())
+        return parse_roster(path.read_bytes())
     except FileNotFoundError as error:
         raise RosterError(f"{path}: there is no roster.") from error
+    except RosterError as error:
+        raise RosterError(f"{path}: {error}") from error
+
+
+def parse_roster(data: bytes) -> dict[str, Any]:
+    """The envelope in bytes, not verified. Raises `RosterError`."""
+    try:
+        envelope = json.loads(data)
     except ValueError as error:
-        raise RosterError(f"{path}: not JSON.") from error
+        raise RosterError("not JSON.") from error
     if not isinstance(envelope, dict):
-        raise RosterError(f"{path}: not a signed roster.")
+        raise RosterError("not a signed roster.")
     return envelope

@@ -9,56 +9,36 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
-from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.local import Done, Work
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant, Refused, StateStore
-from fedward_common.pipeline import Clip, Flat, Quantize, Road
 from fedward_common.roster import Roster
-from fedward_common.secagg.client import Client, Guarantees, Refusal
-from fedward_common.secagg.graph import NoProtection, Parameters
-from fedward_common.secagg.keys import AdvertisementError, Keyring
-from fedward_common.secagg.masks import Keystream
-from fedward_common.secagg.messages import (
-    SEALED,
-    SIGNATURE,
-    Delivery,
-    MessageError,
-    Unmasking,
-    advertisements_from_bytes,
-    entries_from_bytes,
-    entries_to_bytes,
-)
-from fedward_common.secagg.packing import pack
+from fedward_common.secagg.client import Guarantees
 from fedward_common.secagg.terms import Terms
 from fedward_common.signing import canonical
+from fedward_common.steps import (
+    ADVERTISEMENTS,
+    MASKED,
+    ROSTER,
+    Blobs,
+    Steps,
+    Words,
+    digest,
+    laid_out,
+    refusing,
+    told_terms,
+)
 from fedward_common.summand import Shape
 from fedward_common.update import Update, Vectors
 
 log = logging.getLogger("fedward.node")
-
-ADVERTISEMENT = "advertisement"
-ADVERTISEMENTS = "advertisements"
-DEALT = "dealt"
-SHARERS = "sharers"
-SEALED_SHARES = "sealed"
-MASKED = "masked"
-SURVIVORS = "survivors"
-SIGNATURES = "signatures"
-DROPPED = "dropped"
-REVEALED = "revealed"
 
 TRAIN = "train."
 EVALUATE = "evaluate."
@@ -67,29 +47,8 @@ EVALUATE = "evaluate."
 WEIGHING = (f"{TRAIN}examples",)
 """The metrics of a sum that only asks how many examples there are, before the first round of a weighted mean."""
 
-TERMS = "secure_sum"
-"""In a request's settings: {"shape": canonical text, "parameters": {…}}."""
-
 _LIFE = 3600.0
 """Seconds after which a node forgets a round that the server never ended."""
-
-T = TypeVar("T")
-Blob = npt.NDArray[np.uint8]
-
-
-def blob(data: bytes) -> Blob:
-    """Bytes as a vector that a message can carry."""
-    return np.frombuffer(data, dtype=np.uint8)
-
-
-def digest(vectors: Vectors) -> str:
-    """SHA-256 of a broadcast, hex."""
-    found = hashlib.sha256()
-    for name in sorted(vectors):
-        vector = np.ascontiguousarray(vectors[name])
-        found.update(f"{name} {vector.dtype.str} {vector.size}\n".encode())
-        found.update(vector.data)
-    return found.hexdigest()
 
 
 def config_digest(config: RunConfig) -> str:
@@ -107,24 +66,18 @@ def schema(trains: bool, evaluates: bool, metric_names: tuple[str, ...]) -> tupl
 
 @dataclass(frozen=True)
 class Standing:
-    """Who this node is to its peers. roster: the newest that it accepts. least: fewest nodes in a sum, by its own
-    policy."""
+    """Who this node is to its peers. newest: the roster that it knows, as it was signed. roster: who of it counts on
+    this node. least: fewest nodes in a sum, by its own policy."""
 
     node: bytes
     identity: Ed25519PrivateKey
+    newest: Callable[[], Roster]
     roster: Callable[[], Roster]
     least: int
 
 
-@dataclass
-class _Round:
-    """One secure round that is under way. words: this node's vector until it is masked. masked: what was sent, for
-    a server that lost it."""
-
-    client: Client
-    words: npt.NDArray[np.uint32] | None
-    since: float
-    masked: tuple[Delivery, Blob] | None = None
+_TOLD = (ADVERTISEMENTS, ROSTER)
+"""Vectors in a request that are no part of the broadcast."""
 
 
 class SecureParticipant(Participant):
@@ -138,16 +91,14 @@ class SecureParticipant(Participant):
         super().__init__(config, store, execute)
         self._run = run
         self._standing = standing
-        self._keyring = Keyring(standing.node, run, standing.identity)
-        self._round: _Round | None = None
+        self._steps = Steps(run, standing.node, standing.identity)
         self._answered: dict[Purpose, set[Stamp | None]] = {}
 
     def protections(self, reply: Reply) -> tuple[str, ...]:
         return ("update-gate", "clip", "quantize", "secure-sum") if MASKED in reply.vectors else ()
 
     def expire(self) -> None:
-        if self._round is not None and time.monotonic() - self._round.since > _LIFE:
-            self._abandon()
+        self._steps.expire(_LIFE)
 
     def _handlers(self) -> Mapping[Purpose, Callable[[Request], Reply]]:
         return {
@@ -163,45 +114,56 @@ class SecureParticipant(Participant):
 
     def _refuse(self, request: Request, failure: Failure) -> Reply:
         # Whatever it was, its advertisement is used up: the next round can start with this one.
-        return Reply(request.purpose, request.run, failure=failure, vectors=self._fresh())
-
-    def _fresh(self) -> dict[str, Blob]:
-        return {ADVERTISEMENT: blob(self._keyring.advertise().to_bytes())}
+        return Reply(request.purpose, request.run, failure=failure, vectors=self._steps.fresh())
 
     def _prepare(self, request: Request) -> Reply:
         reply = super()._prepare(request)
-        return Reply(Purpose.PREPARE, request.run, vectors=self._fresh(), info=reply.info)
+        return Reply(Purpose.PREPARE, request.run, vectors=self._steps.fresh(), info=reply.info)
 
     def _advertise(self, request: Request) -> Reply:
-        return Reply(Purpose.ADVERTISE, request.run, vectors=self._fresh())
+        return Reply(Purpose.ADVERTISE, request.run, vectors=self._steps.fresh())
 
     # --- the steps of a round
 
     def _start(self, request: Request) -> Reply:
-        self._abandon()
-        broadcast = {name: vector for name, vector in request.vectors.items() if name != ADVERTISEMENTS}
+        self._steps.abandon()
+        broadcast = {name: vector for name, vector in request.vectors.items() if name not in _TOLD}
         shape, terms = self._terms(request, broadcast)
-        with _refusing():
-            client = Client(
-                terms, self._standing.node, self._keyring, self._standing.identity, self._guarantees(terms.n)
-            )
+        dealt = self._steps.start(terms, self._guarantees(terms.n), lambda: self._made(request, shape, broadcast))
+        return self._answer(request, dealt)
+
+    def _mask(self, request: Request) -> Reply:
+        return self._answer(request, self._steps.mask(request))
+
+    def _agree(self, request: Request) -> Reply:
+        return self._answer(request, self._steps.agree(request))
+
+    def _unmask(self, request: Request) -> Reply:
+        return self._answer(request, {**self._steps.unmask(request), **self._steps.fresh()})
+
+    def _finish(self, request: Request) -> Reply:
+        self._steps.abandon()
+        return super()._finish(request)
+
+    def _answer(self, request: Request, vectors: Blobs) -> Reply:
+        return Reply(request.purpose, request.run, vectors=vectors)
+
+    def _made(self, request: Request, shape: Shape, broadcast: Vectors) -> Words:
+        """This node's vector, once for each purpose of an attempt at a round."""
         self._check_new(request)
         try:
-            words = self._words(request, shape, broadcast)
+            return self._words(request, shape, broadcast)
         except Refused as refused:
             if refused.failure.reason is not Reason.BAD_UPDATE:
                 raise
             # Values and names that came from the worker are in the text: for this site's log alone.
             log.warning("run %s round %d: %s", request.run[:8], request.round, refused)
-            raise Refused(Failure(Reason.BAD_UPDATE, "the node's log says why")) from refused
-        with _refusing():
-            dealt = client.deal()
-        self._round = _Round(client, words, time.monotonic())
-        return Reply(request.purpose, request.run, vectors={DEALT: blob(dealt.to_bytes())})
+            rule = "this site's log says why; the metrics must be those in the task's metric_names"
+            raise Refused(Failure(Reason.BAD_UPDATE, rule)) from refused
 
-    def _words(self, request: Request, shape: Shape, broadcast: Vectors) -> npt.NDArray[np.uint32]:
+    def _words(self, request: Request, shape: Shape, broadcast: Vectors) -> Words:
         if shape.metrics == WEIGHING:
-            return _laid_out(shape, Update({}, 1.0, {WEIGHING[0]: self._execute(Work("count")).metrics["examples"]}))
+            return laid_out(shape, Update({}, 1.0, {WEIGHING[0]: self._execute(Work("count")).metrics["examples"]}))
         metrics: dict[str, float] = {}
         if _evaluates(shape):
             found = self._evaluated(request, broadcast)
@@ -217,60 +179,7 @@ class SecureParticipant(Participant):
             groups = {group.name: update.groups[group.name] for group in shape.groups}
             weight = update.weight
             metrics |= {TRAIN + name: value for name, value in update.metrics.items()}
-        return _laid_out(shape, Update(groups, weight, metrics))
-
-    def _mask(self, request: Request) -> Reply:
-        now = self._under_way(request)
-        parameters = now.client.terms.parameters
-        size = SEALED if parameters.complete else SEALED + 2 * parameters.partners
-        delivery = Delivery(
-            _bytes(request, SHARERS), _parsed(entries_from_bytes, _bytes(request, SEALED_SHARES), size)
-        )
-        if now.masked is not None and now.masked[0] == delivery:
-            # Lost on its way: the very same bytes once more, never another vector under the same masks.
-            return Reply(Purpose.MASK, request.run, vectors={MASKED: now.masked[1]})
-        words = now.words
-        if words is None:
-            raise Refused(Failure(Reason.SECURE_SUM, "a masked input was asked for twice, with other shares"))
-        now.words = None
-        with _refusing():
-            now.client.mask(delivery, words)
-        packed = pack(words, now.client.terms.bits)
-        now.masked = (delivery, packed)
-        return Reply(Purpose.MASK, request.run, vectors={MASKED: packed})
-
-    def _agree(self, request: Request) -> Reply:
-        now = self._under_way(request)
-        with _refusing():
-            signature = now.client.agree(_bytes(request, SURVIVORS))
-        now.masked = None
-        return Reply(Purpose.AGREE, request.run, vectors={SIGNATURES: blob(signature)})
-
-    def _unmask(self, request: Request) -> Reply:
-        now = self._under_way(request)
-        signatures = _parsed(entries_from_bytes, _bytes(request, SIGNATURES), SIGNATURE)
-        self._round = None
-        with _refusing():
-            shares = now.client.unmask(Unmasking(_bytes(request, SURVIVORS), _bytes(request, DROPPED), signatures))
-        return Reply(
-            Purpose.UNMASK, request.run, vectors={REVEALED: blob(entries_to_bytes(shares)), **self._fresh()}
-        )
-
-    def _finish(self, request: Request) -> Reply:
-        self._abandon()
-        return super()._finish(request)
-
-    def _under_way(self, request: Request) -> _Round:
-        if self._round is not None:
-            terms = self._round.client.terms
-            if (terms.round, terms.attempt) == (request.round, request.attempt):
-                return self._round
-        raise Refused(Failure(Reason.SECURE_SUM, f"round {request.round} is not under way on this node"))
-
-    def _abandon(self) -> None:
-        if self._round is not None:
-            self._round.client.wipe()
-        self._round = None
+        return laid_out(shape, Update(groups, weight, metrics))
 
     # --- what the round is held against
 
@@ -288,30 +197,10 @@ class SecureParticipant(Participant):
         self._answered[request.purpose].add(stamp)
 
     def _terms(self, request: Request, broadcast: Vectors) -> tuple[Shape, Terms]:
-        told = request.settings.get(TERMS)
-        if not isinstance(told, Mapping) or ADVERTISEMENTS not in request.vectors:
-            raise Refused(Failure(Reason.SECURE_SUM, "the request carries no terms of a secure sum"))
-        advertisements = _parsed(advertisements_from_bytes, _bytes(request, ADVERTISEMENTS))
-        try:
-            shape = Shape.from_json(str(told["shape"]))
-            parameters = Parameters(**told["parameters"])
-        except (FedwardError, KeyError, TypeError, ValueError) as error:
-            raise Refused(Failure(Reason.SECURE_SUM, "the terms of the secure sum cannot be read")) from error
-        self._check_shape(shape, request.purpose, len(advertisements))
-        terms = Terms(
-            run=self._run,
-            round=request.round,
-            attempt=request.attempt,
-            purpose=request.purpose.value,
-            model=digest(broadcast),
-            config=config_digest(self.config),
-            roster=self._standing.roster().digest,
-            shape=shape.to_json(),
-            length=shape.length,
-            bits=shape.bits,
-            parameters=parameters,
-            advertisements=advertisements,
+        shape, terms = told_terms(
+            request, self._run, digest(broadcast), config_digest(self.config), self._standing.newest().digest
         )
+        self._check_shape(shape, request.purpose, terms.n)
         return shape, terms
 
     def _check_shape(self, shape: Shape, purpose: Purpose, n: int) -> None:
@@ -338,41 +227,10 @@ class SecureParticipant(Participant):
         return schema(trains, _evaluates(shape) or not trains, self._known().metric_names)
 
     def _guarantees(self, n: int) -> Guarantees:
-        with _refusing():
+        with refusing():
             parameters = self.config.secure_sum.parameters(n)
         return Guarantees(parameters, self._standing.least, self._standing.roster().identities.get)
 
 
-def _laid_out(shape: Shape, update: Update) -> npt.NDArray[np.uint32]:
-    road = Road.of(Clip(shape)).then(Quantize(shape, Keystream()))
-    try:
-        return road(Flat(update))
-    except UpdateError as error:
-        raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
-
-
 def _evaluates(shape: Shape) -> bool:
     return any(name.startswith(EVALUATE) for name in shape.metrics)
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    try:
-        yield
-    except (Refusal, NoProtection) as error:
-        raise Refused(Failure(Reason.SECURE_SUM, str(error))) from error
-
-
-def _parsed(parse: Callable[..., T], *arguments: Any) -> T:
-    try:
-        return parse(*arguments)
-    except (MessageError, AdvertisementError) as error:
-        raise Refused(Failure(Reason.SECURE_SUM, str(error))) from error
-
-
-def _bytes(request: Request, name: str) -> bytes:
-    vector = request.vectors.get(name)
-    if vector is None or vector.dtype != np.uint8:
-        raise Refused(Failure(Reason.SECURE_SUM, f"the request has no bytes {name!r}"))
-    data: bytes = vector.tobytes()
-    return data

@@ -210,7 +210,7 @@ def check_update(update: Update, shapes: Mapping[str, tuple[int, np.dtype[Any]]]
     for name, (length, dtype) in shapes.items():
         check_vector(f"group {name!r}", update.groups[name], length, dtype)
     if not _finite(update.weight) or not 0 < update.weight <= max_weight:
-        raise UpdateError(f"weight {update.weight} is not in (0, {max_weight}]")
+        raise UpdateError(f"the weight is not in (0, {max_weight}]")
     check_metrics(update.metrics)
 
 
@@ -237,7 +237,7 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
     if not all(_finite(value) for value in metrics.values()):
         raise UpdateError("a metric is not finite")
     if metrics.get("examples", 0) < 0:
-        raise UpdateError(f"the count of examples is negative: {metrics['examples']}")
+        raise UpdateError("the count of examples is negative")
 
 
 def _finite(value: object) -> bool:

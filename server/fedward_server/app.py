@@ -81,9 +81,8 @@ def _rounds(
         transport = FlowerTransport(grid, directory, DirectRuntime(paths.superlink_database, grid.run.run_id))
         collector: Collector = PlainCollector(config, algorithm, layout, transport, clock)
         if config.secure_sum.enabled:
-            collector = SecureCollector.over(
-                transport, clock, run.root.name, config, algorithm, layout, metric_names, directory.roster
-            )
+            told = (transport, clock, run.root.name, config, algorithm, layout, metric_names)
+            collector = SecureCollector.over(*told, directory.roster, directory.envelope)
         Rounds(
             config=config,
             algorithm=algorithm,
@@ -96,7 +95,7 @@ def _rounds(
             epoch=epoch,
             log=log,
             central=central if config.evaluation.central else None,
-            prepare_settings={"roster": json.loads(paths.roster.read_text())},
+            prepare_settings=lambda: {"roster": json.loads(directory.envelope())},
         ).run()
     finally:
         host.close()

@@ -23,7 +23,7 @@ from fedward_server.checkpoint import Checkpoint
 from fedward_server.evaluation import Evaluation, Means
 from fedward_server.gathering import Gathering
 from fedward_server.patience import Patience
-from fedward_server.secure import SecureSum, SumFailed, Summed
+from fedward_server.secure import Enrolled, SecureSum, SumFailed, Summed
 from fedward_server.transport import Clock, Deadline, Transport
 
 _WEIGHING_SECONDS = 120.0
@@ -133,9 +133,11 @@ class SecureCollector:
         layout: Layout,
         metric_names: tuple[str, ...],
         roster: Callable[[], Roster],
+        envelope: Callable[[], bytes] = lambda: b"",
     ) -> SecureCollector:
-        """The collector of one run."""
-        return cls(config, algorithm, layout, metric_names, SecureSum(transport, run, config, roster, Patience(clock)))
+        """The collector of one run. envelope: the signed roster, as nodes are to be told it."""
+        rules = Enrolled(run, config, roster, envelope)
+        return cls(config, algorithm, layout, metric_names, SecureSum(transport, run, rules, Patience(clock)))
 
     def hear(self, name: str, reply: Reply) -> None:
         self.secure.hear(name, reply)

@@ -70,6 +70,7 @@ class RosterDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._changed = 0.0
+        self._envelope = b""
         self._roster: Roster | None = None
 
     def roster(self) -> Roster:
@@ -77,9 +78,15 @@ class RosterDirectory:
         changed = self._path.stat().st_mtime
         if self._roster is None or changed != self._changed:
             # The service of this same server wrote the file; nodes, not the ServerApp, verify its signature.
-            self._roster = Roster.model_validate_json(json.loads(self._path.read_text())[ROSTER_KIND])
+            self._envelope = self._path.read_bytes()
+            self._roster = Roster.model_validate_json(json.loads(self._envelope)[ROSTER_KIND])
             self._changed = changed
         return self._roster
+
+    def envelope(self) -> bytes:
+        """The same as it was signed."""
+        self.roster()
+        return self._envelope
 
     def peers(self, online: set[int]) -> dict[int, Peer]:
         known = {int(n.flower_id): Peer(n.name, n.tags) for n in self.roster().nodes if n.flower_id is not None}
@@ -162,18 +169,22 @@ class FlowerTransport:
             del reply
 
     def _push(self, requests: Mapping[str, Request], ttl: float) -> dict[str, str]:
-        """Message id -> node name for what was sent. Equal vectors are hashed, sent and stored once."""
+        """Message id -> node name for what was sent."""
+        messages = self._messages(requests, ttl)
+        self._down += sum(_size(request.vectors.values()) for request in requests.values())
+        ids = self._grid.push_messages(messages) if self._client is None else self._push_each(messages)
+        return {message_id: name for message_id, name in zip(ids, requests, strict=True) if message_id}
+
+    def _messages(self, requests: Mapping[str, Request], ttl: float) -> list[Message]:
+        """The requests as messages, in order. Equal vectors are hashed, sent and stored once."""
         shared: dict[tuple[int, ...], VectorRecord] = {}
-        messages, names = [], []
+        messages = []
         for name, request in requests.items():
             key = tuple(id(vector) for vector in request.vectors.values())
             if key not in shared:
                 shared[key] = vector_record(request.vectors)
             messages.append(request_to_message(request, self._flower_ids[name], ttl, shared[key]))
-            names.append(name)
-            self._down += _size(request.vectors.values())
-        ids = self._grid.push_messages(messages) if self._client is None else self._push_each(messages)
-        return {message_id: name for message_id, name in zip(ids, names, strict=True) if message_id}
+        return messages
 
     def _push_each(self, messages: list[Message]) -> list[str]:
         return _push_each(self._client, _run_id(self._grid), messages)

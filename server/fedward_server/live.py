@@ -47,6 +47,8 @@ class Row:
     seconds: float
     reason: str = ""
     """Why the round failed; empty if it did not."""
+    clipped: int = 0
+    """Coordinates, over all nodes, that were outside the secure sum's range."""
 
 
 @dataclass
@@ -108,6 +110,7 @@ class Board:
                 event["bytes_down"],
                 event["bytes_up"],
                 event["seconds"],
+                clipped=sum((event.get("secure_sum") or {}).get("clipped", {}).values()),
             )
         )
 
@@ -272,7 +275,7 @@ def _table(rows: Iterable[Row], metric: str) -> Table:
         table.add_row(
             f"{row.round}/{row.of or '?'}",
             f"{row.replies}/{row.cohort}",
-            Text(failed + by_reason(row.failures)),
+            Text(", ".join(part for part in (failed + by_reason(row.failures), _clipped(row)) if part)),
             _number(row.train_loss),
             _number(row.loss),
             _number(row.metric),
@@ -292,9 +295,15 @@ def plain_row(row: Row, metric: str) -> str:
     text += f"  replies {row.replies}/{row.cohort}"
     if row.failures:
         text += f"  failures {by_reason(row.failures)}"
+    if row.clipped:
+        text += f"  {_clipped(row)}"
     named = (("train loss", row.train_loss), ("loss", row.loss), (metric, row.metric))
     text += "".join(f"  {name} {value:.4f}" for name, value in named if value is not None)
     return f"{text}  down {megabytes(row.bytes_down)} MB  up {megabytes(row.bytes_up)} MB  {row.seconds:.2f} s"
+
+
+def _clipped(row: Row) -> str:
+    return f"{row.clipped} coordinates clipped" if row.clipped else ""
 
 
 def _figures(evaluated: Mapping[str, float]) -> str:

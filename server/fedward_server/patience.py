@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fedward_server.transport import Clock
 
-_FACTOR = 3.0
+_FACTOR = 2.0
 """A node that takes longer than this many times what the others took is not waited for."""
 
 
@@ -54,3 +54,5 @@ class Stage:
 
     def __post_init__(self) -> None:
         self._before = self.patience.seen.get(self.name, 0.0)
+        if self.needed <= 0:
+            self._enough_after = 0.0

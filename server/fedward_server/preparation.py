@@ -51,7 +51,7 @@ class Preparation:
 
     transport: Transport
     members: Members
-    request: Request
+    request: Callable[[], Request]
     clock: Clock
     log: EventLog
     should_stop: Callable[[], bool]
@@ -89,7 +89,8 @@ class Preparation:
 
     def requests(self) -> dict[str, Request]:
         """A request to each node that is online and not ready."""
-        return {name: self.request for name in sorted(self._online) if name not in self.ready}
+        unready = sorted(name for name in self._online if name not in self.ready)
+        return dict.fromkeys(unready, self.request()) if unready else {}
 
     def note(self, name: str, reply: Reply) -> None:
         """Take in what a node said to PREPARE, or a failure that it gave to another request."""

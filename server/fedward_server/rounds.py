@@ -16,6 +16,7 @@ from fedward_common.algorithms.base import MODEL, STATISTIC, Cohort, ServerState
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
 from fedward_common.messages import Failure, Purpose, Request, Stamp
+from fedward_common.secagg.graph import MIN_COHORT
 from fedward_common.update import Layout, Vectors, all_finite
 
 from fedward_server import evaluation
@@ -49,7 +50,8 @@ class Rounds:
     """One run. run id: the name of `paths.root`.
 
     initial: vectors "model", "statistic" and "counter" (if any) of the initial model. epoch: higher than that of any
-    process that ran these rounds before. prepare_settings: JSON values that go with each PREPARE (the roster).
+    process that ran these rounds before. prepare_settings: gives JSON values that go with each PREPARE (the roster, as
+    it is then).
     """
 
     config: RunConfig
@@ -63,18 +65,18 @@ class Rounds:
     log: EventLog
     central: Central | None = None
     should_stop: Callable[[], bool] = lambda: False
-    prepare_settings: Mapping[str, Any] = field(default_factory=dict)
+    prepare_settings: Callable[[], Mapping[str, Any]] = dict
     clock: Clock = field(default_factory=Clock)
     grace: float = GRACE
 
     def __post_init__(self) -> None:
         self._run = self.paths.root.name
         self._checkpoints = Checkpoints(self.paths, self.config.rounds, self.epoch)
-        settings = {**self.prepare_settings, "layout": self.layout.digest()}
+        layout = {"layout": self.layout.digest()}
         self._preparation = Preparation(
             self.transport,
             Members.of(self.config),
-            Request(Purpose.PREPARE, self._run, settings=settings),
+            lambda: Request(Purpose.PREPARE, self._run, settings={**self.prepare_settings(), **layout}),
             self.clock,
             self.log,
             self._stopped,
@@ -178,7 +180,7 @@ class Rounds:
     @property
     def _quorum(self) -> int:
         """Nodes without which no round can close, whatever its cohort."""
-        return self.config.cohort.quorum or 1
+        return max(self.config.cohort.quorum or 1, MIN_COHORT if self.config.secure_sum.enabled else 1)
 
     def _wait(self, needed: int, expected: tuple[str, ...]) -> None:
         self._preparation.wait(needed, expected, self.config.cohort.wait, self.grace)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.roster import Roster
-from fedward_common.secagg.graph import NoProtection
-from fedward_common.secagg.keys import Advertisement, AdvertisementError
+from fedward_common.secagg.graph import NoProtection, Parameters
+from fedward_common.secagg.keys import Advertisement, AdvertisementError, Identities
 from fedward_common.secagg.messages import (
     SHARE,
     Dealt,
@@ -31,20 +31,21 @@ from fedward_common.secagg.messages import (
 from fedward_common.secagg.packing import PackingError, packed_size
 from fedward_common.secagg.server import Aborted, Rejected, Server
 from fedward_common.secagg.terms import Terms
-from fedward_common.secure import (
+from fedward_common.secure import config_digest
+from fedward_common.steps import (
     ADVERTISEMENT,
     ADVERTISEMENTS,
     DEALT,
     DROPPED,
     MASKED,
     REVEALED,
+    ROSTER,
     SEALED_SHARES,
     SHARERS,
     SIGNATURES,
     SURVIVORS,
     TERMS,
     blob,
-    config_digest,
     digest,
 )
 from fedward_common.summand import Shape, ShapeError, WrongSum, decode
@@ -58,8 +59,6 @@ _QUICK = 2.0
 """Least seconds that a stage without training waits for the last nodes."""
 _TRAINING = 10.0
 """The same where nodes train."""
-_LONGEST = 120.0
-"""Seconds after which a stage without training ends, whoever has answered."""
 
 Note = Callable[[str, Reply], None]
 
@@ -84,16 +83,77 @@ class Summed:
     told: Mapping[str, Any]
 
 
+class Rules(Protocol):
+    """Whom a run's secure sums are between, and what holds for them."""
+
+    @property
+    def config(self) -> str:
+        """Digest of the run's configuration."""
+
+    @property
+    def roster(self) -> str:
+        """Digest of the roster."""
+
+    @property
+    def envelope(self) -> bytes:
+        """The signed roster, for nodes that know an older one; b"" where all know the same."""
+
+    @property
+    def identities(self) -> Identities | None:
+        """The roster's keys; None where nodes have none."""
+
+    def parameters(self, n: int) -> Parameters:
+        """For a cohort of `n`. Raises `NoProtection`."""
+
+    def check(self, name: str, advertisement: Advertisement) -> None:
+        """Raises `AdvertisementError` unless it may be that of the node of this name."""
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """The rules of a federation with a roster. Its identities are checked here too, so that a node with a wrong key
+    is left out before others refuse the round for it."""
+
+    run: str
+    options: RunConfig
+    members: Callable[[], Roster]
+    signed: Callable[[], bytes] = lambda: b""
+
+    @property
+    def envelope(self) -> bytes:
+        return self.signed()
+
+    @property
+    def config(self) -> str:
+        return config_digest(self.options)
+
+    @property
+    def roster(self) -> str:
+        return self.members().digest
+
+    @property
+    def identities(self) -> Identities:
+        return self.members().identities.get
+
+    def parameters(self, n: int) -> Parameters:
+        return self.options.secure_sum.parameters(n)
+
+    def check(self, name: str, advertisement: Advertisement) -> None:
+        node = self.members().node(name)
+        if node is None or node.id_bytes != advertisement.node:
+            raise AdvertisementError(f"it is not that of {name}.")
+        advertisement.verify(self.run, self.members().identities[node.id_bytes])
+
+
 @dataclass
 class SecureSum:
-    """Secure sums of one run. roster: who belongs to the federation; its identities are checked here too, so that a
-    node with a wrong key is left out before others refuse the round for it."""
+    """Secure sums of one run. longest: seconds after which a stage without training ends, whoever has answered."""
 
     transport: Transport
     run: str
-    config: RunConfig
-    roster: Callable[[], Roster]
+    rules: Rules
     patience: Patience
+    longest: float = 120.0
     _advertised: dict[str, Advertisement] = field(default_factory=dict)
 
     def hear(self, name: str, reply: Reply) -> None:
@@ -103,10 +163,7 @@ class SecureSum:
             return
         try:
             advertisement = Advertisement.from_bytes(found.tobytes())
-            node = self.roster().node(name)
-            if node is None or node.id_bytes != advertisement.node:
-                raise AdvertisementError(f"it is not that of {name}.")
-            advertisement.verify(self.run, self.roster().identities[node.id_bytes])
+            self.rules.check(name, advertisement)
         except AdvertisementError:
             # The node counts as one that has not advertised, and is named so when the round starts.
             self._advertised.pop(name, None)
@@ -191,8 +248,8 @@ class _Sum:
         n = len(taken)
         if n < self._needed:
             raise SumFailed(f"{n} nodes advertised keys, {self._needed} are needed", self._failures)
-        config = self._secure.config
-        parameters, shape = config.secure_sum.parameters(n), shape_for(n)
+        rules = self._secure.rules
+        parameters, shape = rules.parameters(n), shape_for(n)
         self._needed = max(self._needed, parameters.survivors)
         terms = Terms(
             run=self._secure.run,
@@ -200,33 +257,38 @@ class _Sum:
             attempt=self._first.attempt,
             purpose=self._first.purpose.value,
             model=digest(self._first.vectors),
-            config=config_digest(config),
-            roster=self._secure.roster().digest,
+            config=rules.config,
+            roster=rules.roster,
             shape=shape.to_json(),
             length=shape.length,
             bits=shape.bits,
             parameters=parameters,
             advertisements=tuple(taken[name] for name in self._names),
         )
-        return Server(terms, self._secure.roster().identities.get), shape
+        return Server(terms, rules.identities), shape
 
     def _collect_advertisements(self) -> None:
         missing = [name for name in self._requests if name not in self._secure._advertised]
         if not missing:
             return
         ask = replace(self._first, purpose=Purpose.ADVERTISE, vectors={}, included=None, settings={})
-        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), len(missing), _QUICK, _LONGEST):
+        # Where the others will do, a node that was killed is not waited for until its lease runs out.
+        needed = min(len(missing), self._needed - (len(self._requests) - len(missing)))
+        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), needed):
             if name not in self._secure._advertised:
-                self._failures[name] = Failure(Reason.SECURE_SUM, "its advertisement is not signed as the roster says")
+                self._failures[name] = Failure(Reason.SECURE_SUM, "its advertisement is not that of a member")
         for name in missing:
             if name not in self._secure._advertised:
                 self._failures.setdefault(name, Failure(Reason.NO_REPLY, "asked for a key advertisement"))
 
     def _deal(self, server: Server) -> None:
         terms = server.terms
-        told = {"shape": terms.shape, "parameters": asdict(terms.parameters)}
+        told = {"shape": terms.shape, "parameters": asdict(terms.parameters), "roster": terms.roster}
         # One vector object for all, so that it is sent and stored once.
         vectors = {**self._first.vectors, ADVERTISEMENTS: blob(advertisements_to_bytes(terms.advertisements))}
+        envelope = self._secure.rules.envelope
+        if envelope:
+            vectors[ROSTER] = blob(envelope)
         requests = {}
         for name in self._names:
             request = self._requests[name]
@@ -263,7 +325,7 @@ class _Sum:
                         self._failures.pop(name, None)
                 later = sum(len(w) for w in waves[number + 1 :])
                 needed = min(len(asked), max(1, self._needed - len(server.survivors) - later))
-                for name, reply in self._exchange("mask", asked, needed, _QUICK, _LONGEST):
+                for name, reply in self._exchange("mask", asked, needed):
                     with self._taking(name):
                         server.masked(self._index(name), _vector(reply, MASKED))
                 self._silent(asked, server.survivors, "mask")
@@ -273,7 +335,7 @@ class _Sum:
     def _agree(self, server: Server, survivors: bytes) -> None:
         ask = self._request(Purpose.AGREE, {SURVIVORS: blob(survivors)})
         requests = {self._name(index): ask for index in sorted(server.survivors)}
-        for name, reply in self._exchange("agree", requests, server.terms.parameters.survivors, _QUICK, _LONGEST):
+        for name, reply in self._exchange("agree", requests, server.terms.parameters.survivors):
             with self._taking(name):
                 server.signed(self._index(name), _bytes(reply, SIGNATURES))
 
@@ -287,7 +349,7 @@ class _Sum:
             },
         )
         requests = {self._name(index): ask for index in sorted(server.signers)}
-        for name, reply in self._exchange("unmask", requests, len(requests), _QUICK, _LONGEST):
+        for name, reply in self._exchange("unmask", requests, len(requests)):
             with self._taking(name):
                 server.revealed(self._index(name), entries_from_bytes(_bytes(reply, REVEALED), SHARE))
 
@@ -298,12 +360,13 @@ class _Sum:
         name: str,
         requests: Mapping[str, Request],
         needed: int,
-        floor: float,
-        seconds: float,
+        floor: float = _QUICK,
+        seconds: float | None = None,
         others: Mapping[str, Request] | None = None,
     ) -> Any:
         """Yield the good replies of a stage; failures are noted."""
         self._stages.add(name)
+        seconds = self._secure.longest if seconds is None else seconds
         stage = self._secure.patience.stage(name, needed, floor)
         for node, reply in self._transport.exchange({**(others or {}), **requests}, seconds, stage.over):
             self._secure.hear(node, reply)

@@ -159,7 +159,7 @@ class _Federation:
     def standing(self, name: str) -> Standing:
         node = self.roster.node(name)
         assert node is not None
-        return Standing(node.id_bytes, self.identities[name], lambda: self.roster, 2)
+        return Standing(node.id_bytes, self.identities[name], lambda: self.roster, lambda: self.roster, 2)
 
 
 def simulated_clock() -> Clock:

@@ -19,7 +19,6 @@ from fedward_client.enrol import Enrolled
 from fedward_client.link import Incoming, Link, LinkRefused, RunGone
 from fedward_client.membership import Membership
 from fedward_client.paths import NodePaths
-from fedward_client.policy import load_policy
 from fedward_common.bundle import build_bundle
 from fedward_common.local import LocalRunner
 from fedward_common.manifest import Manifest
@@ -90,7 +89,7 @@ class ByHand(threading.Thread):
     ) -> None:
         super().__init__(name="by-hand", daemon=True)
         paths = NodePaths(folder)
-        entry = Membership(paths, load_policy(paths.policy)).roster().node(Enrolled.load(paths).name)
+        entry = Membership.open(paths).roster().node(Enrolled.load(paths).name)
         assert entry is not None and entry.flower_id is not None
         address = Enrolled.load(paths).fleet_address
         self.link = HalfLink(address, paths.ca.read_bytes(), paths.flower_key, int(entry.flower_id))

@@ -87,10 +87,8 @@ def approve(
 
 def _membership(directory: Path) -> Membership:
     from fedward_client.membership import Membership
-    from fedward_client.policy import load_policy
 
-    paths = NodePaths(directory.resolve())
-    return Membership(paths, load_policy(paths.policy))
+    return Membership.open(NodePaths(directory.resolve()))
 
 
 def _pinned(member: Membership) -> str:

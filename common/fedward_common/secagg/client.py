@@ -7,6 +7,7 @@ breaks a rule, raises `Refusal` and reveals nothing. What a node checks here hol
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -230,6 +231,51 @@ class Client:
         self._held = {}
         self._seals = {}
 
+    # --- between processes
+
+    def export(self) -> bytes:
+        """This half of the round as it stands, **secrets included**, for a node whose processes do not live from one
+        step to the next. It may be restored once: two that go on from the same bytes could use a mask twice.
+
+        Raises `Refusal` if the round is over and there is nothing left.
+        """
+        if self._keys is None:
+            raise Refusal("this round is over, its secrets are gone.")
+        told = {
+            "terms": self.terms.to_json(),
+            "keys": self._keys.to_bytes().hex(),
+            "seed": self._seed.hex(),
+            "stage": int(self._stage),
+            "holders": self._holders,
+            "own": _hex_pair(self._own_shares) if self._own_shares is not None else None,
+            "held": {str(dealer): _hex_pair(shares) for dealer, shares in self._held.items()},
+            "drew": {str(dealer): sorted(drawn) for dealer, drawn in self._drew.items()},
+            "sharers": self._sharers_bytes.hex(),
+            "survivors": self._survivors_bytes.hex(),
+        }
+        return json.dumps(told).encode()
+
+    @classmethod
+    def restore(cls, data: bytes, identity: Ed25519PrivateKey | None, guarantees: Guarantees) -> Client:
+        """The inverse of `export`, after the same checks of the terms as at the start. Raises `Refusal`."""
+        told = json.loads(data)
+        keys = KeyPairs.from_bytes(bytes.fromhex(told["keys"]))
+        terms, node = Terms.from_json(told["terms"]), keys.advertisement.node
+        keyring = Keyring(node, terms.run, identity)
+        keyring.put(keys)
+        client = cls(terms, node, keyring, identity, guarantees)
+        client._seed = bytes.fromhex(told["seed"])
+        client._stage = _Stage(told["stage"])
+        client._holders = tuple(told["holders"])
+        client._own_shares = _from_hex_pair(told["own"]) if told["own"] is not None else None
+        client._held = {int(dealer): _from_hex_pair(shares) for dealer, shares in told["held"].items()}
+        client._drew = {int(dealer): frozenset(drawn) for dealer, drawn in told["drew"].items()}
+        client._sharers_bytes = bytes.fromhex(told["sharers"])
+        if client._sharers_bytes:
+            client._sharers = client._members(client._sharers_bytes)
+        client._survivors_bytes = bytes.fromhex(told["survivors"])
+        return client
+
     # --- the rules, one each
 
     def _check_sharers(self, sharers: frozenset[int]) -> None:
@@ -346,3 +392,11 @@ def drawn_digest(listed: bytes, context: bytes) -> bytes:
 def seed_commitment(seed: bytes, context: bytes) -> bytes:
     """Commitment to a self-mask's seed: it is random, so its hash hides it."""
     return hashlib.sha256(b"fedward secagg seed" + context + seed).digest()[:16]
+
+
+def _hex_pair(pair: tuple[bytes, bytes]) -> tuple[str, str]:
+    return pair[0].hex(), pair[1].hex()
+
+
+def _from_hex_pair(pair: list[str]) -> tuple[bytes, bytes]:
+    return bytes.fromhex(pair[0]), bytes.fromhex(pair[1])

@@ -81,6 +81,21 @@ class KeyPairs:
     mask: X25519PrivateKey
     seal: X25519PrivateKey
 
+    SIZE: ClassVar[int] = Advertisement.SIZE + 64
+
+    def to_bytes(self) -> bytes:
+        """224 bytes, the private halves among them."""
+        return self.advertisement.to_bytes() + self.mask.private_bytes_raw() + self.seal.private_bytes_raw()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> KeyPairs:
+        """The inverse of `to_bytes`. Raises `AdvertisementError`."""
+        if len(data) != cls.SIZE:
+            raise AdvertisementError(f"an advertisement with its keys has {cls.SIZE} bytes, this has {len(data)}.")
+        at = Advertisement.SIZE
+        mask, seal = (X25519PrivateKey.from_private_bytes(data[i : i + 32]) for i in (at, at + 32))
+        return cls(Advertisement.from_bytes(data[:at]), mask, seal)
+
     @classmethod
     def make(cls, node: bytes, run: str, identity: Ed25519PrivateKey | None) -> KeyPairs:
         """Fresh keys; unsigned if the node has no identity."""
@@ -95,8 +110,8 @@ class KeyPairs:
 
 
 class Keyring:
-    """A node's outstanding advertisements in one run, in memory only: one that was used, or that an earlier process
-    made, can never be used (again)."""
+    """A node's outstanding advertisements in one run: one that was used can never be used again. In memory only,
+    unless whoever holds it writes down `to_bytes`."""
 
     _MOST = 4
 
@@ -118,6 +133,22 @@ class Keyring:
         """The keys behind one of this node's advertisements, once; None if there are none."""
         found = self._outstanding.pop(advertisement.serial, None)
         return found if found is not None and found.advertisement == advertisement else None
+
+    def put(self, keys: KeyPairs) -> None:
+        """Keys that an earlier process of this node made and did not use."""
+        self._outstanding[keys.advertisement.serial] = keys
+
+    def to_bytes(self) -> bytes:
+        """All outstanding keys, private halves included: for the node's own memory, never for the wire."""
+        return b"".join(keys.to_bytes() for keys in self._outstanding.values())
+
+    @classmethod
+    def from_bytes(cls, node: bytes, run: str, identity: Ed25519PrivateKey | None, data: bytes) -> Keyring:
+        """The inverse. Raises `AdvertisementError`."""
+        ring = cls(node, run, identity)
+        for at in range(0, len(data), KeyPairs.SIZE):
+            ring.put(KeyPairs.from_bytes(data[at : at + KeyPairs.SIZE]))
+        return ring
 
 
 def mask_key(own: X25519PrivateKey, other: bytes, context: bytes, pair: tuple[int, int]) -> bytes:

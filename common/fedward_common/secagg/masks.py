@@ -4,8 +4,8 @@ PRG(k) is AES-128 in counter mode, read as little-endian uint32 words: the first
 other 16 the first counter block. AES-256 takes 12 % more time (measured, with the additions) and would not make a round
 stronger, since the X25519 agreement behind the pairwise keys is made for 128 bits. What AES-128 would lose to an
 attacker who works on the keys of many streams at once, a secret first counter gives back: a guess can then be checked
-against one stream only, and nothing can be computed in advance (McGrew & Fluhrer 2000; RFC 3711, section 9.1, salts its
-counters for this reason).
+against one stream only, and nothing can be computed in advance (RFC 3711, section 7.2, salts its counters for this
+reason).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEY_BYTES = 32
 
 _PART = 1 << 16
 """Words made at a time (256 KiB): few calls for a vector, and the part's sum stays in the cache from key to key."""
-_ZEROS = bytes(4 * _PART)
+_ZEROS = memoryview(bytes(4 * _PART))
 
 
 class MaskError(FedwardError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedward_common.errors import FedwardError
+from fedward_common.secagg.graph import Parameters
 from fedward_common.secagg.keys import Advertisement
 
 SHARE = 33
@@ -131,6 +132,11 @@ class Delivery:
 
     sharers: bytes
     sealed: Mapping[int, bytes]
+
+
+def delivered_size(parameters: Parameters) -> int:
+    """Bytes of an entry of `Delivery.sealed`."""
+    return SEALED if parameters.complete else SEALED + 2 * parameters.partners
 
 
 @dataclass(frozen=True)

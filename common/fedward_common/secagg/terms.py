@@ -67,6 +67,18 @@ class Terms:
             joined([b"fedward secagg terms", text.encode(), *(a.to_bytes() for a in self.advertisements)])
         ).digest()
 
+    def to_json(self) -> str:
+        """All fields, for the node's own memory."""
+        return json.dumps({**asdict(self), "advertisements": [a.to_bytes().hex() for a in self.advertisements]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Terms:
+        """The inverse of `to_json`."""
+        told = json.loads(text)
+        told["parameters"] = Parameters(**told["parameters"])
+        told["advertisements"] = tuple(Advertisement.from_bytes(bytes.fromhex(a)) for a in told["advertisements"])
+        return cls(**told)
+
     def index(self, node: bytes) -> int | None:
         """The index (1 … n) of a node, None if it did not advertise."""
         return self._indices.get(node)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from fedward_common.credential import Credential
 from fedward_common.errors import ConfigError, FedwardError
 from fedward_common.http import Service, ServiceError, Unreachable
 from fedward_common.signing import key_id, public_text, read_public
@@ -274,5 +275,6 @@ def scientist_add(
     settings, store = open_server(paths)
     add_scientist(paths, settings, store, check_name(name), output)
     console.print(f"Credential for {name} written to {output}. Hand it over safely: it may start runs.")
+    console.print(f"Public key   {public_text(Credential.load(output).key)}  (what sites compare before they approve)")
     _tell_what_waits(paths, settings, store)
     store.close()

@@ -364,6 +364,7 @@ def test_from_two_machines(fedward: Callable[..., Result], tmp_path: Path) -> No
 
     added = fedward("scientist", "add", "bob", "-o", "bob.json")
     assert "Roster version 2 waits for the authority's signature" in added.output
+    assert public_text(Credential.load(tmp_path / "bob.json").key) in added.output
     fedward("roster", "export", "-o", "next.json")
     done = offline("sign", "next.json", "-o", "s.json", "--yes", "--dir", "office")
     assert "after version 1" in done.output and "bob" in done.output and "admin" not in done.output
@@ -407,6 +408,8 @@ def test_the_commands_say_what_waits(
     folder = str(tmp_path / "node")
     joined = run("node", *words[2:4], "--token", words[5].strip("'"), "--authority", str(public), "--dir", folder)
     assert joined.exit_code == 0 and "has still to sign this node's entry" in joined.output
+    own = public_text(load_private(NodePaths(tmp_path / "node").identity_key))
+    assert own in run("node", "status", "--dir", folder).output
     status = " ".join(run("node", "status", "--dir", folder).output.split())
     assert "version 1, 0 nodes, without this node: the authority has still to sign its entry" in status
     revoked = run("server", "node", "revoke", "hospital-a", "--dir", str(apart.paths.root))

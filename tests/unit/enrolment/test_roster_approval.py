@@ -427,6 +427,19 @@ def test_show_where_a_roster_is_pinned(node: Node, fedward: Callable[..., Result
     assert "every run is refused" in fedward("show").output
 
 
+def test_a_directory_that_is_not_enrolled_is_told_so(tmp_path: Path) -> None:
+    for words in (("status",), ("up",), ("roster", "show"), ("roster", "approve", "--all")):
+        result = CliRunner().invoke(build(), ["node", *words, "--dir", str(tmp_path)])
+        assert result.exit_code == 1 and "this node is not enrolled" in result.output
+
+
+def test_an_enrolled_node_that_lost_its_policy_does_not_start(node: Node) -> None:
+    node.paths.policy.unlink()
+    for words in (("up",), ("roster", "show")):
+        result = CliRunner().invoke(build(), ["node", *words, "--dir", str(node.paths.root)])
+        assert result.exit_code == 1 and "a node has a policy" in result.output
+
+
 # With a real server
 
 

@@ -117,6 +117,15 @@ def test_the_ends_of_what_a_shape_allows(reach, scale, weight):
     assert bounded.metrics["clipped.x"] == (np.abs(vector.astype(float)) > reach * scale / weight).sum()
 
 
+def test_no_value_makes_a_word_over_the_largest():
+    """Whatever a step after clipping made of it: scale·x far out, and out by the last bit."""
+    for levels in (256, (1 << 31) - 2):
+        vector = np.array([1.0, np.nextafter(1.0, 2), 1e30, -1.0, np.nextafter(-1.0, -2), -1e30])
+        words = np.zeros(6, np.uint32)
+        quantize.quantize(vector, levels / 2, levels, Seeded(), words)
+        assert words.tolist() == [levels] * 3 + [0] * 3
+
+
 def test_vectors_longer_than_a_chunk(monkeypatch):
     shape = Shape((Group("x", 1000, 1.0),), (), 20, 10)
     vector = np.random.default_rng(1).normal(0, 0.5, 1000).astype(np.float32)

@@ -62,7 +62,7 @@ def test_too_much_clipping_widens_at_once():
 def test_clipping_in_spite_of_the_headroom_doubles_it():
     grown = after(Scale(1.0), mean(0.9 / HEADROOM, ALLOWED + 1))
     assert grown == Scale(2.0, 2 * HEADROOM)
-    assert after(Scale(1.0), mean(0.01 / HEADROOM, ALLOWED + 1)) == grown, "nodes cancel, the mean is small"
+    assert after(Scale(1.0), mean(0.01 / HEADROOM, ALLOWED + 1)) == grown, "nodes cancel each other in the mean"
     assert after(grown, mean(0.9 / HEADROOM, 1)) == grown, "what it took is kept, were it only just enough"
 
 

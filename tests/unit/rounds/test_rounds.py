@@ -158,7 +158,7 @@ def test_nodes_are_told_what_is_left_of_the_deadline_and_finish_commits(world):
 
 def test_extra_settings_travel_with_prepare(world):
     w = world(rounds=1)
-    w.run(prepare_settings={"roster": {"signed": True}})
+    w.run(prepare_settings=lambda: {"roster": {"signed": True}})
     assert w.nodes["node-0"].asked[0].settings["roster"] == {"signed": True}
 
 

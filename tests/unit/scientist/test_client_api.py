@@ -154,7 +154,7 @@ def test_a_starting_model_goes_along(bench: Bench) -> None:
 
 
 def test_the_service_says_why_in_its_own_words(bench: Bench) -> None:
-    cohort = bench.config.cohort.model_copy(update={"nodes": ("nowhere",), "min_nodes": 1})
+    cohort = bench.config.cohort.model_copy(update={"nodes": ("nowhere", "there", "here"), "min_nodes": 1})
     with pytest.raises(ServiceError, match="nowhere") as caught:
         bench.client.start(bench.config.model_copy(update={"cohort": cohort}), bench.project)
     assert caught.value.status == 422

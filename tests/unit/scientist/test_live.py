@@ -169,3 +169,17 @@ def test_by_reason_counts() -> None:
 )
 def test_megabytes(size: int, text: str) -> None:
     assert megabytes(size) == text
+
+
+def test_the_figures_of_a_secure_round_come_with_the_next_one() -> None:
+    secure = {"secure_sum": {"clipped": {"delta": 2, "statistic": 1}}, "evaluate": None, "failures": {}}
+    before = {"round": 1, "evaluate": {"loss": 0.25, "accuracy": 0.75, "examples": 9.0}}
+    figures = {"loss": 0.125, "accuracy": 0.5, "examples": 9.0}
+    last = {"event": "evaluation", "time": "t", "round": 2, "evaluate": figures}
+    events = [STARTED, round_(1, **secure), round_(2, **secure, round_before=before), last]
+    lines = [" ".join(line.split()) for line in on_screen(events).splitlines()]
+    assert "1/3 2/3 3 coordinates clipped 1.2500 0.2500 0.7500 2.5 1.25 0.75" in lines
+    assert "2/3 2/3 3 coordinates clipped 1.2500 0.1250 0.5000 2.5 1.25 0.75" in lines
+    told = plain(events)
+    assert "after round 1: loss 0.25  accuracy 0.75" in told and "after round 2: loss 0.125  accuracy 0.5" in told
+    assert any("3 coordinates clipped" in line for line in told)

@@ -55,10 +55,21 @@ def test_the_plan_of_a_good_run(project: Path) -> None:
     assert "20 steps of" in result.output
 
 
+def test_the_forecast_of_a_secure_sum(project: Path) -> None:
+    result = fedward("plan", project / "run.toml", "--nodes", "10")
+    # 2410 parameters of 20 bits; ten nodes, δ = γ = 0.2: t > 1.2 · 10 / 2.
+    assert "0.00602 MB a node" in result.output
+    assert "10 nodes, all with all, threshold 7 (t): survives 2 drop-outs and 2" in " ".join(result.output.split())
+    refused = fedward("plan", project / "run.toml", "--nodes", "2")
+    assert refused.exit_code == 1 and "a secure sum needs at least 3" in " ".join(str(refused.exception).split())
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: str) -> None:
     edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
     edit("run.toml", "rounds = 10", "rounds = 1")(project)
+    with (project / "run.toml").open("a") as file:
+        file.write("\n[secure_sum]\nenabled = false\n")
     config = load_config(project / "run.toml")
     cost = forecast(config, open_task(config, project), 4, None)
     result = fedward("simulate", project / "run.toml", "--nodes", "4", "--out", tmp_path / "run", "--json")
@@ -68,7 +79,7 @@ def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: s
 
 
 def test_a_cohort_is_no_larger_than_asked_for(project: Path) -> None:
-    edit("run.toml", "min_nodes = 2", "min_nodes = 2\nsize = 3")(project)
+    edit("run.toml", "min_nodes = 3", "min_nodes = 3\nsize = 3")(project)
     config = load_config(project / "run.toml")
     assert forecast(config, open_task(config, project), 20, None).cohort == 3
 

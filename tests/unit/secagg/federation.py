@@ -18,7 +18,7 @@ from fedward_common.signing import public_text
 from fedward_common.summand import Group, Shape
 from fedward_common.update import Kind, Layout, TensorSpec
 from fedward_server.patience import Patience
-from fedward_server.secure import SecureSum, Summed
+from fedward_server.secure import Enrolled, SecureSum, Summed
 from fedward_server.simulation import Faults, MemoryTransport, simulated_clock
 
 RUN = "0123456789abcdef0123456789abcdef"
@@ -98,7 +98,7 @@ class Federation:
         self.faults = Lost()
         self.clock = simulated_clock()
         transport = MemoryTransport({name: self._handler(name) for name in self.nodes}, (), self.faults, self.clock)
-        self.server = SecureSum(transport, RUN, self.config, lambda: self.roster, Patience(self.clock))
+        self.server = SecureSum(transport, RUN, Enrolled(RUN, self.config, lambda: self.roster), Patience(self.clock))
 
     def _handler(self, name: str) -> Callable[[Request], Reply]:
         return lambda request: self.nodes[name].handle(request)
@@ -107,7 +107,7 @@ class Federation:
         """A node's process, as it is after a start."""
         node = self.roster.node(name)
         assert node is not None
-        standing = Standing(node.id_bytes, self.identities[name], lambda: self.roster, self.least)
+        standing = Standing(node.id_bytes, self.identities[name], lambda: self.roster, lambda: self.roster, self.least)
         return SecureParticipant(RUN, self.config, self.stores[name], self.sites[name], standing)
 
     def shape(self, n: int) -> Shape:

@@ -22,8 +22,9 @@ from fedward_common.node import MemoryStore, Participant, Refused
 from fedward_common.roster import Roster, RosterScientist
 from fedward_common.secagg.keys import Advertisement, KeyPairs
 from fedward_common.secagg.messages import advertisements_to_bytes
-from fedward_common.secure import ADVERTISEMENT, ADVERTISEMENTS, DEALT, MASKED, TERMS, SecureParticipant, blob
+from fedward_common.secure import SecureParticipant
 from fedward_common.signing import public_text
+from fedward_common.steps import ADVERTISEMENT, ADVERTISEMENTS, DEALT, MASKED, TERMS, blob
 from fedward_server.secure import SumFailed
 
 from .federation import RUN, SCALE, WIDTH, Federation, Site, config
@@ -39,7 +40,7 @@ def request(purpose: Purpose, federation: Federation, terms: bool, **settings: A
     if terms:
         n = len(federation.nodes)
         advertised = [
-            Advertisement.from_bytes(node._fresh()[ADVERTISEMENT].tobytes()) for node in federation.nodes.values()
+            Advertisement.from_bytes(node._steps.fresh()[ADVERTISEMENT].tobytes()) for node in federation.nodes.values()
         ]
         vectors[ADVERTISEMENTS] = blob(advertisements_to_bytes(sorted(advertised, key=lambda a: a.node)))
         parameters = asdict(federation.config.secure_sum.parameters(n))
@@ -236,8 +237,8 @@ def test_a_node_that_advertises_a_key_of_low_order_costs_a_round_only(key: str) 
     made = KeyPairs.make(node.id_bytes, RUN, None)
     low = replace(made.advertisement, **{key: bytes(32)})
     signed = replace(low, signature=federation.identities[VICTIM].sign(low.signed(RUN)))
-    liar._keyring._outstanding[signed.serial] = KeyPairs(signed, made.mask, made.seal)
-    liar._fresh = lambda: {ADVERTISEMENT: blob(signed.to_bytes())}  # type: ignore[method-assign]
+    liar._steps._keyring._outstanding[signed.serial] = KeyPairs(signed, made.mask, made.seal)
+    liar._steps.fresh = lambda: {ADVERTISEMENT: blob(signed.to_bytes())}  # type: ignore[method-assign]
     with pytest.raises(SumFailed) as failed:
         federation.train()
     others = [failure for name, failure in failed.value.failures.items() if name != VICTIM]
