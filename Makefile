@@ -11,15 +11,18 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 QUICK := not slow and not docker and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all lint fmt types bench clean
+.PHONY: help install demo demo-hostile test test-slow test-all lint fmt types bench clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Make .venv with everything that developers need.
 
 demo: $(DEMO_STAMP) ## A federation of five sites on this machine (SEED=n for another split).
 	$(BIN)/python examples/digits/demo.py --seed $(or $(SEED),0)
+
+demo-hostile: $(DEMO_STAMP) ## For sceptics: a server that lies to five live nodes, and what they answer.
+	$(BIN)/python examples/hostile/demo.py --seed $(or $(SEED),0)
 
 test: $(STAMP) ## Quick tests.
 	$(BIN)/pytest -m "$(QUICK)"
@@ -44,7 +47,7 @@ bench: $(STAMP) ## One benchmark: make bench NAME=convergence; results go to ben
 	$(BIN)/python -m bench.$(NAME)
 
 clean: ## Remove what the demo and the tools left behind (not .venv).
-	rm -rf .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf .demo .demo-hostile .pytest_cache .mypy_cache .ruff_cache .hypothesis build
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -176,13 +176,15 @@ def serve(work: Path, start: Start) -> None:
         wait_for("the server to be ready", ready, 120)
 
 
-def join(work: Path, data: Path, start: Start) -> Path:
-    """Invite a site, enrol it, start its node; returns its state directory."""
+def join(work: Path, data: Path, start: Start, policy: str = "") -> Path:
+    """Invite a site, enrol it, start its node; returns its state directory. policy: in the place of the default one."""
     name = data.stem
     folder = work / name
     invitation = output("server", "invite", name, "--dir", work / "server")
     words = shlex.split(invitation)
     output(*words[1:], "--dir", folder)
+    if policy:
+        (folder / "policy.toml").write_text(policy, encoding="utf-8")
     config = work / f"{name}.toml"
     config.write_text(f'[node]\ndevice = "cpu"\n\n[data]\npath = "{data}"\n', encoding="utf-8")
     RUNNING[name] = start(name, "node", "up", "--dir", folder, "--config", config)
