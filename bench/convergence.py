@@ -103,7 +103,7 @@ class Watch(EventLog):
 
 @cache
 def _task(part: str) -> fashion.LogisticFashion:
-    return fashion.LogisticFashion(part)
+    return fashion.LogisticFashion(fashion.partition(part))
 
 
 def settings(case: Case, rate: float, seed: int) -> RunConfig:

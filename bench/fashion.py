@@ -1,4 +1,4 @@
-"""Fashion-MNIST for many nodes: the partition file that all compared algorithms share, and logistic regression."""
+"""Fashion-MNIST for many nodes: the partition file that all compared algorithms share, and two models."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def _idx(path: Path, header: int) -> npt.NDArray[np.uint8]:
 class LogisticFashion:
     """Logistic regression on pixels in [0, 1]. A node's data are a slice of one tensor, not a copy."""
 
-    def __init__(self, part: str) -> None:
-        rows = partition(part)
+    def __init__(self, rows: Rows) -> None:
+        """rows: the training images of each node, [nodes, images]."""
         self._each = rows.shape[1]
         order = rows.reshape(-1)
         self._x = _scaled(images("train")[order])
@@ -88,6 +88,13 @@ class LogisticFashion:
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         x, y = batch
         return {"accuracy": (model(x).argmax(1) == y).float().mean()}
+
+
+class PerceptronFashion(LogisticFashion):
+    """The same with a hidden layer of 64."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def _scaled(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
@@ -30,6 +31,8 @@ from fedward_server.superlink import arguments
 from fedward_server.supervisor import environment
 from flwr.cli.build import build_fab_from_disk
 
+from bench import members
+
 BUNDLES = Path(__file__).parent / "bundles"
 _STARTS = 60.0
 """Seconds that a SuperLink may take to answer."""
@@ -45,6 +48,7 @@ class Federation:
     superlink: psutil.Process
     control: Control
     keys: list[Path] = field(default_factory=list)
+    flower_ids: list[int] = field(default_factory=list)
     _started: list[psutil.Process] = field(default_factory=list)
 
     @property
@@ -98,17 +102,33 @@ class Federation:
         self._started.append(psutil.Process(process.pid))
         return process
 
-    def start_nodes(self, keys: Sequence[Path], config: RunConfig, parameters: int) -> subprocess.Popen[bytes]:
-        """One process that holds a Fedward node for each key (see `bench.nodes`)."""
-        file = write_json(self.folder, config.model_dump(mode="json"))
-        return self.start_holder("bench.nodes", keys, file, parameters)
+    def enrol(self) -> Path:
+        """The members' file of all nodes, which are named by their keys."""
+        names = [key.stem for key in self.keys]
+        return members.write(self.folder / "members.json", dict(zip(names, self.flower_ids, strict=True)))
 
-    def start_holder(self, module: str, keys: Sequence[Path], *arguments: object) -> subprocess.Popen[bytes]:
+    def start_nodes(
+        self,
+        keys: Sequence[Path],
+        config: RunConfig,
+        parameters: int,
+        members_file: Path | None = None,
+        address: str | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """One process that holds a Fedward node for each key (see `bench.nodes`). members_file: made by `enrol`, for
+        secure runs. address: of what stands between the nodes and the server's link."""
+        file = write_json(self.folder, config.model_dump(mode="json"))
+        told = [file, parameters, *([members_file] if members_file is not None else [])]
+        return self.start_holder("bench.nodes", keys, *told, address=address)
+
+    def start_holder(
+        self, module: str, keys: Sequence[Path], *arguments: object, address: str | None = None
+    ) -> subprocess.Popen[bytes]:
         """One process of `module` that holds a link for each key."""
         names = write_json(self.folder, [str(key) for key in keys])
-        command = [sys.executable, "-m", module, self.fleet, str(self.paths.public_ca), str(names)]
-        root = Path(__file__).parent.parent
-        return self.start([*command, *map(str, arguments)], "nodes.log", PYTHONPATH=str(root))
+        command = [sys.executable, "-m", module, address or self.fleet, str(self.paths.public_ca), str(names)]
+        paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return self.start([*command, *map(str, arguments)], "nodes.log", PYTHONPATH=os.pathsep.join(paths))
 
 
 def write_json(folder: Path, content: Any) -> Path:
@@ -147,7 +167,7 @@ def federation(nodes: int, command: Any = fedward_command) -> Iterator[Federatio
         _wait_for(here)
         for number in range(nodes):
             private, public = _key_pair(folder / f"node-{number}.key")
-            here.control.register_node(public)
+            here.flower_ids.append(here.control.register_node(public))
             here.keys.append(private)
         yield here
     finally:

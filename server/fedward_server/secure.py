@@ -59,8 +59,6 @@ _QUICK = 2.0
 """Least seconds that a stage without training waits for the last nodes."""
 _TRAINING = 10.0
 """The same where nodes train."""
-_LONGEST = 120.0
-"""Seconds after which a stage without training ends, whoever has answered."""
 
 Note = Callable[[str, Reply], None]
 
@@ -149,12 +147,13 @@ class Enrolled:
 
 @dataclass
 class SecureSum:
-    """Secure sums of one run."""
+    """Secure sums of one run. longest: seconds after which a stage without training ends, whoever has answered."""
 
     transport: Transport
     run: str
     rules: Rules
     patience: Patience
+    longest: float = 120.0
     _advertised: dict[str, Advertisement] = field(default_factory=dict)
 
     def hear(self, name: str, reply: Reply) -> None:
@@ -275,7 +274,7 @@ class _Sum:
         ask = replace(self._first, purpose=Purpose.ADVERTISE, vectors={}, included=None, settings={})
         # Where the others will do, a node that was killed is not waited for until its lease runs out.
         needed = min(len(missing), self._needed - (len(self._requests) - len(missing)))
-        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), needed, _QUICK, _LONGEST):
+        for name, _ in self._exchange("advertise", dict.fromkeys(missing, ask), needed):
             if name not in self._secure._advertised:
                 self._failures[name] = Failure(Reason.SECURE_SUM, "its advertisement is not that of a member")
         for name in missing:
@@ -326,7 +325,7 @@ class _Sum:
                         self._failures.pop(name, None)
                 later = sum(len(w) for w in waves[number + 1 :])
                 needed = min(len(asked), max(1, self._needed - len(server.survivors) - later))
-                for name, reply in self._exchange("mask", asked, needed, _QUICK, _LONGEST):
+                for name, reply in self._exchange("mask", asked, needed):
                     with self._taking(name):
                         server.masked(self._index(name), _vector(reply, MASKED))
                 self._silent(asked, server.survivors, "mask")
@@ -336,7 +335,7 @@ class _Sum:
     def _agree(self, server: Server, survivors: bytes) -> None:
         ask = self._request(Purpose.AGREE, {SURVIVORS: blob(survivors)})
         requests = {self._name(index): ask for index in sorted(server.survivors)}
-        for name, reply in self._exchange("agree", requests, server.terms.parameters.survivors, _QUICK, _LONGEST):
+        for name, reply in self._exchange("agree", requests, server.terms.parameters.survivors):
             with self._taking(name):
                 server.signed(self._index(name), _bytes(reply, SIGNATURES))
 
@@ -350,7 +349,7 @@ class _Sum:
             },
         )
         requests = {self._name(index): ask for index in sorted(server.signers)}
-        for name, reply in self._exchange("unmask", requests, len(requests), _QUICK, _LONGEST):
+        for name, reply in self._exchange("unmask", requests, len(requests)):
             with self._taking(name):
                 server.revealed(self._index(name), entries_from_bytes(_bytes(reply, REVEALED), SHARE))
 
@@ -361,12 +360,13 @@ class _Sum:
         name: str,
         requests: Mapping[str, Request],
         needed: int,
-        floor: float,
-        seconds: float,
+        floor: float = _QUICK,
+        seconds: float | None = None,
         others: Mapping[str, Request] | None = None,
     ) -> Any:
         """Yield the good replies of a stage; failures are noted."""
         self._stages.add(name)
+        seconds = self._secure.longest if seconds is None else seconds
         stage = self._secure.patience.stage(name, needed, floor)
         for node, reply in self._transport.exchange({**(others or {}), **requests}, seconds, stage.over):
             self._secure.hear(node, reply)

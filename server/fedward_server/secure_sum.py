@@ -25,7 +25,7 @@ from fedward_common.errors import ConfigError, FedwardError
 from fedward_common.messages import Failure, Purpose, Reason, Request
 from fedward_common.ranges import HEADROOM, Scales
 from fedward_common.records import HEAD, request_record
-from fedward_common.secagg.graph import Parameters
+from fedward_common.secagg.graph import NoProtection, Parameters
 from fedward_common.secagg.keys import Advertisement, AdvertisementError
 from fedward_common.steps import blob
 from fedward_common.stock import CONTENT, FORM, KEPT, WEIGHED_BY, Form, FormError, node_name
@@ -44,6 +44,9 @@ from fedward_server.transport import Clock
 log = logging.getLogger("flwr")  # a Flower app's log, where its operator looks
 
 _WEEK = 7 * 24 * 3600.0
+_LONGEST = 600.0
+"""Seconds that a stage without training may take: stock SuperNodes ask for messages every three seconds, and start a
+process with the whole app for each."""
 
 
 class SecureSum(Strategy):
@@ -230,7 +233,7 @@ class _Sums:
         self._weight = weight
         self._run = secrets.token_hex(16)
         self._patience = Patience(Clock())
-        self._secure = secure.SecureSum(transport, self._run, rules, self._patience)
+        self._secure = secure.SecureSum(transport, self._run, rules, self._patience, _LONGEST)
         self._known: dict[str, _Known] = {}
         self._count = 0
         self.done = 0
@@ -277,7 +280,7 @@ class _Sums:
         def shape(n: int) -> Shape:
             return Shape(scales.shape_groups(form.lengths), form.scalars, self._bits, n, scales.weight)
 
-        done = self._secure.sum(dict.fromkeys(names, ask), shape, seconds, 1)
+        done = self._secure.sum(dict.fromkeys(names, ask), shape, seconds, self._least(names))
         failures |= done.failures
         if form.lengths:
             self._known[kind] = _Known(form, ranges.following(scales, done.mean, len(done.survivors)))
@@ -288,6 +291,13 @@ class _Sums:
         )  # fmt: skip
         return _reply(message, form, done)
 
+    def _least(self, names: list[str]) -> int:
+        """Fewest of a cohort that must stay. Raises `SumFailed` if it is too small for any protection."""
+        try:
+            return self._rules.parameters(len(names)).survivors
+        except NoProtection as error:
+            raise SumFailed(str(error), {}) from error
+
     def _form(
         self, ask: Request, names: list[str], seconds: float, failures: dict[str, Failure]
     ) -> tuple[Form, list[str]]:
@@ -295,7 +305,7 @@ class _Sums:
         settings = {WEIGHED_BY: self._weight, "seconds": seconds}
         ask = replace(ask, purpose=Purpose.PREPARE, attempt=0, vectors={}, settings=settings)
         forms: dict[str, Form] = {}
-        stage = self._patience.stage("form", len(names), 10.0)
+        stage = self._patience.stage("form", self._least(names), 10.0)
         for name, reply in self._transport.exchange(dict.fromkeys(names, ask), seconds, stage.over):
             self._secure.hear(name, reply)
             stage.answered()
@@ -323,7 +333,7 @@ class _Sums:
         def shape(n: int) -> Shape:
             return Shape((), form.peaks, self._bits, n)
 
-        done = self._secure.sum(dict.fromkeys(names, ask), shape, seconds, 1)
+        done = self._secure.sum(dict.fromkeys(names, ask), shape, seconds, self._least(names))
         count = len(done.survivors)
         # The bound is a sum over nodes: with very many of them it is wider than what their mean needs.
         share = min(1.0, HEADROOM / count)

@@ -45,7 +45,8 @@ class Fedward(Strategy):
         if config.secure_sum.enabled:
             raise ConfigError(
                 "secure_sum.enabled = true: nodes of a stock SuperLink have no enrolled identity and keep no secrets "
-                "between messages. Set secure_sum.enabled = false here, or run it with 'fedward run start'."
+                "between messages. Set secure_sum.enabled = false here, run it with 'fedward run start', or wrap one "
+                "of Flower's own strategies in fedward_server.secure_sum.SecureSum."
             )
         self._config = config
         self._layout = Layout.of(task.model(), kinds_of(task))

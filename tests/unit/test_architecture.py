@@ -20,10 +20,13 @@ USES_FLOWER = {
     "server/fedward_server/control.py",
     "server/fedward_server/direct.py",
     "server/fedward_server/grid.py",
+    "server/fedward_server/probe.py",
+    "server/fedward_server/secure_sum.py",
     "server/fedward_server/strategy.py",
     "server/fedward_server/superlink.py",
     "client/fedward_client/app.py",
     "client/fedward_client/link.py",
+    "client/fedward_client/secure_mod.py",
 }
 
 

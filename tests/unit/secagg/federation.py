@@ -98,8 +98,7 @@ class Federation:
         self.faults = Lost()
         self.clock = simulated_clock()
         transport = MemoryTransport({name: self._handler(name) for name in self.nodes}, (), self.faults, self.clock)
-        rules = Enrolled(RUN, self.config, lambda: self.roster)
-        self.server = SecureSum(transport, RUN, rules, Patience(self.clock))
+        self.server = SecureSum(transport, RUN, Enrolled(RUN, self.config, lambda: self.roster), Patience(self.clock))
 
     def _handler(self, name: str) -> Callable[[Request], Reply]:
         return lambda request: self.nodes[name].handle(request)
@@ -108,8 +107,7 @@ class Federation:
         """A node's process, as it is after a start."""
         node = self.roster.node(name)
         assert node is not None
-        identity = self.identities[name]
-        standing = Standing(node.id_bytes, identity, lambda: self.roster, lambda: self.roster, self.least)
+        standing = Standing(node.id_bytes, self.identities[name], lambda: self.roster, lambda: self.roster, self.least)
         return SecureParticipant(RUN, self.config, self.stores[name], self.sites[name], standing)
 
     def shape(self, n: int) -> Shape:

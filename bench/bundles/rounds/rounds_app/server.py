@@ -1,8 +1,8 @@
 """ServerApp of a real run without a task: Fedward's round engine over a model of so many parameters.
 
 Told by the run configuration "bench" (JSON): database (of the SuperLink),
-root (the run's directory), config (RunConfig), parameters. Leaves
-`memory.json` beside the events: the process's memory before the first round and at its peak.
+root (the run's directory), config (RunConfig), parameters, and for a secure run members (a file with the roster).
+Leaves `memory.json` beside the events: the process's memory before the first round and at its peak.
 """
 
 import json
@@ -12,10 +12,10 @@ import numpy as np
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.update import Kind, Layout, TensorSpec
-from fedward_server.collecting import PlainCollector
+from fedward_server.collecting import PlainCollector, SecureCollector
 from fedward_server.direct import DirectRuntime
 from fedward_server.events import EventLog
-from fedward_server.grid import FlowerTransport, NumberedDirectory
+from fedward_server.grid import FlowerTransport, NumberedDirectory, RosterDirectory
 from fedward_server.paths import RunPaths
 from fedward_server.rounds import Rounds
 from fedward_server.transport import Clock
@@ -32,14 +32,21 @@ def main(grid: Grid, context: Context) -> None:
     config = RunConfig.model_validate(told["config"])
     weight = TensorSpec("weight", (told["parameters"],), "float32", Kind.TRAINABLE)
     model = np.random.default_rng(0).standard_normal(told["parameters"], dtype=np.float32)
-    transport = FlowerTransport(grid, NumberedDirectory(), DirectRuntime(Path(told["database"]), grid.run.run_id))
+    members = RosterDirectory(Path(told["members"])) if "members" in told else None
+    runtime = DirectRuntime(Path(told["database"]), grid.run.run_id)
+    transport = FlowerTransport(grid, members or NumberedDirectory(), runtime)
     transport.online()  # the connection to the SuperLink is part of the process as it stands before a round
     layout, algorithm, clock = Layout((weight,)), build_sum(config.algorithm), Clock()
+    collector = PlainCollector(config, algorithm, layout, transport, clock)
+    if members is not None:
+        collector = SecureCollector.over(
+            transport, clock, paths.root.name, config, algorithm, layout, (), members.roster
+        )
     rounds = Rounds(
         config=config,
         algorithm=algorithm,
         layout=layout,
-        collector=PlainCollector(config, algorithm, layout, transport, clock),
+        collector=collector,
         initial={"model": model},
         transport=transport,
         paths=paths,
