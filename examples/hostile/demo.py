@@ -244,7 +244,7 @@ def whole_round(server: Stolen) -> Round:
 
 
 def held_against_inputs(server: Stolen, now: Round, sites: Collection[str], files: dict[str, Path]) -> None:
-    """The sum is that of `sites` and of nobody else: weights and losses to the last bit that it holds, each coordinate
+    """The sum is that of `sites` and of nobody else: weights exactly, losses to within 1e-4, each coordinate
     within the rounding of as many values."""
     mean: Update = now.sum()
     inputs = [trained(server.config, site, files[site], server.broadcast, now.number)[0] for site in sites]

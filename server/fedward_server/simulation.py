@@ -221,6 +221,9 @@ def simulate(
     """
     base = data or {}
     configs = node_data(config, nodes, base)
+    if config.secure_sum.enabled:
+        trained = len(set(configs) - set(config.evaluation.holdout))
+        config.secure_sum.parameters(min(trained, config.cohort.size or trained))  # or refused before anything starts
     server = LocalRunner(config, task, "server", base, device)
     first = {**server.do(Work("initial")).vectors, **(initial or {})}
     prepared = Done(info={"layout": server.layout.to_json(), "metric_names": metric_names(task)})

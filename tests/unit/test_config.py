@@ -51,7 +51,7 @@ def test_a_good_configuration_survives_the_way_through_json() -> None:
 
 def test_keys_may_stand_in_run_but_not_in_both_places() -> None:
     tables = {"run": {key: GOOD[key] for key in ("name", "task", "rounds")}}
-    tables |= {key: GOOD[key] for key in ("algorithm", "local")}
+    tables |= {key: GOOD[key] for key in ("algorithm", "local", "secure_sum")}
     assert parse_config(tables) == parse_config(GOOD)
     text = refusal(run={"rounds": 5})
     assert "rounds = 3" in text and "[run]" in text and "remove one" in text

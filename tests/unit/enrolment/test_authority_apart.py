@@ -14,6 +14,7 @@ from fedward_client.enrol import EnrolError, Enrolled, is_listed, join, rotate_k
 from fedward_client.membership import Membership
 from fedward_client.paths import NodePaths
 from fedward_client.policy import parse_policy
+from fedward_client.traffic import Traffic
 from fedward_common.cli import build
 from fedward_common.credential import Credential
 from fedward_common.http import ServiceError
@@ -132,13 +133,13 @@ def test_a_node_that_waits_knows_its_flower_id_from_the_last_guard(
     signed(apart, authority)
     apart.join("hospital-a")
     paths = NodePaths(apart.root / "hospital-a")
-    Membership(paths, parse_policy("")).link()
+    Membership(paths, parse_policy("")).link(Traffic())
     paths.status.write_text(json.dumps({"runs": [], "flower_id": "-77"}))
-    Membership(paths, parse_policy("")).link()
+    Membership(paths, parse_policy("")).link(Traffic())
     signed(apart, authority)
     member = Membership(paths, parse_policy(""))
     member.accept_roster(read_roster(apart.paths.roster))
-    member.link()
+    member.link(Traffic())
     assert seen == [None, -77, int(apart.roster().nodes[0].flower_id or 0)]
 
 

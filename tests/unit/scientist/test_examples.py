@@ -51,7 +51,8 @@ def test_bundles_hold_thin_tasks_and_nothing_else(example: str) -> None:
 
 def accuracies(run: Path) -> list[float]:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [event["evaluate"]["accuracy"] for event in events if event["event"] == "round"]
+    told = (event.get("round_before", event) for event in events if event["event"] in ("round", "evaluation"))
+    return [one["evaluate"]["accuracy"] for one in told if one["evaluate"]]
 
 
 def test_digits_learn(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_the_forecast_of_a_secure_sum(project: Path) -> None:
     assert "0.00602 MB a node" in result.output
     assert "10 nodes, all with all, threshold 7 (t): survives 2 drop-outs and 2" in " ".join(result.output.split())
     refused = fedward("plan", project / "run.toml", "--nodes", "2")
-    assert refused.exit_code == 1 and "a secure sum needs at least 3" in " ".join(str(refused.exception).split())
+    assert refused.exit_code == 1 and "a secure sum needs at least 3" in " ".join(refused.output.split())
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -95,10 +95,10 @@ def test_epochs_are_turned_into_steps(project: Path) -> None:
 
 def test_data_that_is_elsewhere_is_no_error(project: Path, tmp_path: Path) -> None:
     tables = tmp_path / "nodes.toml"
-    tables.write_text('[a]\npath = "/not/here.npz"\n[b]\npath = "/nor/here.npz"\n')
+    tables.write_text('[a]\npath = "/not/here.npz"\n[b]\npath = "/nor/here.npz"\n[c]\npath = "/none.npz"\n')
     result = fedward("plan", project / "run.toml", "--data", tables)
     assert result.exit_code == 0
-    assert "2 nodes a round" in result.output and "not measured" in result.output
+    assert "3 nodes a round" in result.output and "not measured" in result.output
 
 
 def wrong_model(project: Path) -> None:
@@ -144,14 +144,14 @@ def test_a_bad_configuration_is_refused_first(project: Path) -> None:
 
 def test_keys_are_those_of_the_schema() -> None:
     listed = {(key.table, key.name) for key in all_keys()}
-    for table, model in (("local", "local"), ("cohort", "cohort"), ("evaluation", "evaluation")):
-        annotation = RunConfig.model_fields[model].annotation
+    for table in ("local", "cohort", "evaluation", "secure_sum"):
+        annotation = RunConfig.model_fields[table].annotation
         assert {name for where, name in listed if where == table} == set(annotation.model_fields)  # type: ignore[union-attr]
     for name, algorithm in ALGORITHMS.items():
         where = f'algorithm, name = "{name}"'
         assert {key for table, key in listed if table == where} == set(algorithm.Options.model_fields)
     top = {name for where, name in listed if where == ""}
-    assert top == set(RunConfig.model_fields) - {"algorithm", "local", "cohort", "evaluation"}
+    assert top == set(RunConfig.model_fields) - {"algorithm", "local", "cohort", "evaluation", "secure_sum"}
 
 
 def test_keys_have_types_defaults_and_meanings() -> None:

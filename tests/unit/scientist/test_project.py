@@ -49,9 +49,9 @@ def test_it_simulates_at_once(project: Path, tmp_path: Path) -> None:
     result = fedward("simulate", project / "run.toml", "--nodes", "20", "--out", tmp_path / "run", "--json")
     assert result.exit_code == 0
     events = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [event["event"] for event in events] == ["run_started", *["round"] * 10, "run_finished"]
-    assert all(len(event["replies"]) == 20 for event in events[1:-1])
-    assert events[-2]["evaluate"]["accuracy"] > 0.8 > events[1]["evaluate"]["accuracy"]
+    assert [event["event"] for event in events] == ["run_started", *["round"] * 10, "evaluation", "run_finished"]
+    assert all(len(event["replies"]) == event["secure_sum"]["survivors"] == 20 for event in events[1:-2])
+    assert events[-2]["evaluate"]["accuracy"] > 0.8 > events[2]["round_before"]["evaluate"]["accuracy"]
     # JSON lines are the run's own events, unchanged.
     assert result.stdout == (tmp_path / "run/events.jsonl").read_text()
     assert {name: array.shape for name, array in load_file(tmp_path / "run/model.safetensors").items()} == {
@@ -63,10 +63,10 @@ def test_runs_get_directories_of_their_own(project: Path) -> None:
     short = project / "short.toml"
     short.write_text((project / "run.toml").read_text().replace("rounds = 10", "rounds = 1"))
     for number in (1, 2):
-        result = fedward("simulate", short, "--nodes", "2")
+        result = fedward("simulate", short, "--nodes", "3")
         assert result.exit_code == 0
         assert f"runs/heart-risk-{number}/model.safetensors" in result.output
-    taken = fedward("simulate", short, "--nodes", "2", "--out", project / "runs/heart-risk-1")
+    taken = fedward("simulate", short, "--nodes", "3", "--out", project / "runs/heart-risk-1")
     assert taken.exit_code == 1 and "holds files already" in taken.stderr
 
 
