@@ -58,13 +58,20 @@ def fast() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that happens to the message of a stage that a node gets or sends. a, b: what exactly."""
+    """Something that happens to the message of a stage that a node gets or sends. detail: what exactly."""
 
     stage: str
     node: int
     kind: str
-    a: int
-    b: int
+    detail: int
+
+    @property
+    def a(self) -> int:
+        return self.detail & 0xFFFF
+
+    @property
+    def b(self) -> int:
+        return self.detail >> 16
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,7 @@ def schedules(draw: st.DrawFn, sizes: st.SearchStrategy[int]) -> Schedule:
         st.sampled_from((*DOWN, *UP)),
         st.integers(1, n),
         st.sampled_from(KINDS),
-        st.integers(0, 2**16),
-        st.integers(0, 2**16),
+        st.integers(0, 2**32 - 1),
     )
     incidents = draw(st.lists(incident, max_size=5))
     colluders = draw(st.integers(0, choose(n, *fractions).colluders))
@@ -365,7 +371,7 @@ def play(schedule: Schedule) -> None:
 
 
 SMALL = st.sampled_from((3, 3, 4, 4, 5, 5, 6, 8))
-EVERY_SIZE = st.integers(0, 299).flatmap(lambda x: SMALL if x else st.sampled_from((31, 40)))
+EVERY_SIZE = st.integers(0, 499).flatmap(lambda x: SMALL if x else st.sampled_from((31, 40)))
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
 
