@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from federation import Federation, fedward, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 RUN = """
 name = "secure"

@@ -388,6 +388,7 @@ def test_the_same_where_nodes_draw_their_neighbours(schedule: Schedule) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.timeout(1800)
 @settings(max_examples=10_000, deadline=None, suppress_health_check=QUIET)
 @given(schedules(EVERY_SIZE))

@@ -308,7 +308,7 @@ class Exploration:
         self.ends[how] += 1
 
 
-@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_every_round(n: int) -> None:
     exploration = Exploration(n)
     assert exploration.cohort.parameters.drop_outs == 1
