@@ -10,8 +10,9 @@ recognised. With n the largest number of summands, every word that a node sends 
     L = the largest even number ≤ (2^b − 1)/n,
 
 hence **no word of the sum can overflow**: n words of at most L sum to at most nL ≤ 2^b − 1. What is read modulo 2^b is
-the sum itself, whatever the values and whoever dropped out. L is even so that 0 lies on a level and a coordinate that
-did not move stays exactly where it is.
+the sum itself, whatever the values and whoever dropped out; and several words may be masked as one number, since none
+carries into the next (`secagg.cells`). L is even so that 0 lies on a level and a coordinate that did not move stays
+exactly where it is.
 
 Coordinates: y = (w/W)·x in [−R, R] becomes q in {0 … L}, q − L/2 being y in steps of 2R/L, rounded at random
 (`quantize`). Over m nodes Σy = (Σq − mL/2)·2R/L. A weighted mean is two sums, Σ(w/W)x and Σw; equal weights are

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from fedward_common.errors import FedwardError
 from fedward_common.secagg import shamir
+from fedward_common.secagg.cells import Words
 from fedward_common.secagg.graph import Parameters, draw_holders, partners_of
 from fedward_common.secagg.keys import (
     AdvertisementError,
@@ -29,7 +30,7 @@ from fedward_common.secagg.keys import (
     mask_key,
     self_mask_key,
 )
-from fedward_common.secagg.masks import Words, add_keystreams
+from fedward_common.secagg.masks import add_keystreams
 from fedward_common.secagg.messages import (
     DIGEST,
     SEALED,
@@ -169,7 +170,7 @@ class Client:
         return Dealt(sealed, commitments, seed_commitment(self._seed, context))
 
     def mask(self, delivery: Delivery, words: Words) -> None:
-        """Add all masks to `words` (uint32), in place."""
+        """Add all masks to `words` (uint32, below 2^bits), in place."""
         keys = self._turn(_Stage.DEALT, "a masked input")
         if len(words) != self.terms.length:
             raise Refusal(f"the vector has {len(words)} words, the terms say {self.terms.length}.")
@@ -191,7 +192,7 @@ class Client:
         plus, minus = [self_mask_key(self._seed, self.terms.digest)], list[bytes]()
         for partner_index in sorted(partners):
             (plus if self.index < partner_index else minus).append(self._pair(keys, partner_index))
-        add_keystreams(words, plus, minus)
+        add_keystreams(words, self.terms.bits, plus, minus)
 
     def agree(self, survivors: bytes) -> bytes:
         """The signature of the survivor set. One set a round: the same one may be signed again, no other."""

@@ -1,6 +1,6 @@
 """Keystreams: what masks a vector of words, and where rounding gets its randomness from.
 
-PRG(k) is AES-128 in counter mode, read as little-endian uint32 words: the first 16 bytes of k are the AES key, the
+PRG(k) is AES-128 in counter mode, read as little-endian words: the first 16 bytes of k are the AES key, the
 other 16 the first counter block. AES-256 takes 12 % more time (measured, with the additions) and would not make a round
 stronger, since the X25519 agreement behind the pairwise keys is made for 128 bits. What AES-128 would lose to an
 attacker who works on the keys of many streams at once, a secret first counter gives back: a guess can then be checked
@@ -14,12 +14,10 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from fedward_common.errors import FedwardError
-
-Words = npt.NDArray[np.uint32]
+from fedward_common.secagg.cells import Words, cells_of, gather, scatter
 
 KEY_BYTES = 32
 
@@ -50,11 +48,12 @@ class Keystream:
         return self._words[:count]
 
 
-def add_keystreams(words: Words, plus: Sequence[bytes], minus: Sequence[bytes]) -> None:
-    """words += Σ PRG(k) over `plus` − Σ PRG(k) over `minus`, mod 2^32, in place.
+def add_keystreams(words: Words, bits: int, plus: Sequence[bytes], minus: Sequence[bytes]) -> None:
+    """words += Σ PRG(k) over `plus` − Σ PRG(k) over `minus`, in place, as `cells` of words of `bits` bits.
 
-    words: uint32, shape (d,), contiguous. A smaller modulus 2^b is taken when the words are packed. Keys have
-    `KEY_BYTES` bytes, and none may mask two vectors. Raises `MaskError`, with `words` as they were.
+    words: uint32, shape (d,), contiguous; below 2^bits afterwards. Cell i is masked with the 64-bit word i of PRG(k),
+    little-endian. Keys have `KEY_BYTES` bytes, and none may mask two vectors. Raises `MaskError`, with `words` as they
+    were.
     """
     if words.ndim != 1 or words.dtype != np.uint32 or not (words.flags.c_contiguous and words.flags.writeable):
         raise MaskError(
@@ -62,18 +61,20 @@ def add_keystreams(words: Words, plus: Sequence[bytes], minus: Sequence[bytes]) 
             "vector of uint32."
         )
     added, taken = [_encryptor(key) for key in plus], [_encryptor(key) for key in minus]
-    stream = np.empty(min(_PART, len(words)), "<u4")
+    count, most = cells_of(len(words), bits), _PART // 2
+    stream = np.empty(min(most, count), "<u8")
     # All keys of a part before the next part, so that the part is summed in the cache.
-    for start in range(0, len(words), _PART):
-        part = words[start : start + _PART]
+    for start in range(0, count, most):
+        part = gather(words, bits, start, min(start + most, count))
         made = stream[: len(part)]
         target, zeros = made.data.cast("B"), _ZEROS[: part.nbytes]
         for cipher in added:
             cipher.update_into(zeros, target)
-            np.add(part, made, out=part)
+            part += made
         for cipher in taken:
             cipher.update_into(zeros, target)
-            np.subtract(part, made, out=part)
+            part -= made
+        scatter(part, words, bits, start)
 
 
 def _encryptor(key: bytes) -> CipherContext:

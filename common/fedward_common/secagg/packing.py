@@ -1,10 +1,11 @@
 """Words of b bits on the wire, and their sum straight from it.
 
-b is a multiple of 4 from 12 to 32. A vector of d words is laid out in planes, one for each binary digit of b (20 = 16 +
-4), the widest first: the widest plane holds the top bits of every word, the narrowest the lowest. Planes of 8, 16 and
-32 bits are plain little-endian arrays; in a plane of 4 bits word 2i is the low half of byte i and word 2i + 1 the high
-half (the spare half of an odd d is written as 0 and ignored). So each plane of a sum is made by whole-array additions,
-and what overflows the top plane is what the modulus takes anyway.
+b is a multiple of 4 from 12 to 32; what travels are the words' `cells`, of c = b · ⌊64/b⌋ bits (60 where b = 20). They
+are laid out in planes, one for each binary digit of c (60 = 32 + 16 + 8 + 4), the widest first: the widest plane holds
+the top bits of every cell, the narrowest the lowest. Planes of 8 to 64 bits are plain little-endian arrays; in a plane
+of 4 bits cell 2i is the low half of byte i and cell 2i + 1 the high half (the spare half of an odd number is written as
+0 and ignored). So each plane of a sum is made by whole-array additions, and what overflows the top plane is what the
+modulus takes anyway.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fedward_common.errors import FedwardError
+from fedward_common.secagg.cells import Cells, Words, cells_of, gather, scatter, words_a_cell
 
-Words = npt.NDArray[np.uint32]
 Packed = npt.NDArray[np.uint8]
 Lanes = npt.NDArray[Any]
 
 MIN_BITS, MAX_BITS = 12, 32
 
-_PART = 1 << 17
-"""Words or lanes handled at a time: what is computed on the way stays in the cache. Even, so that no byte of a 4-bit
+_PART = 1 << 15
+"""Cells or lanes handled at a time: what is computed on the way stays in the cache. Even, so that no byte of a 4-bit
 plane is torn."""
 
 
@@ -35,7 +36,7 @@ class PackingError(FedwardError):
 
 @dataclass(frozen=True)
 class _Plane:
-    """`width` bits of every word from bit `shift` up, in bytes `start` to `stop` of the packed vector."""
+    """`width` bits of every cell from bit `shift` up, in bytes `start` to `stop` of the packed vector."""
 
     width: int
     shift: int
@@ -44,61 +45,63 @@ class _Plane:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """An element of the plane on the wire: one word, or two words of 4 bits."""
+        """An element of the plane on the wire: of one cell, or 4 bits each of two."""
         return np.dtype(f"<u{max(self.width // 8, 1)}")
 
     def of(self, packed: Packed, start: int, stop: int) -> Lanes:
-        """The elements of words `start` (even) to `stop`: a view of `packed`."""
+        """The elements of cells `start` (even) to `stop`: a view of `packed`."""
         first, last = self.start + start * self.width // 8, self.start + (stop * self.width + 7) // 8
         return packed[first:last].view(self.dtype)
 
 
 def packed_size(length: int, bits: int) -> int:
-    """Bytes of `length` words of `bits` bits: bits · length / 8, rounded up. Raises `PackingError`."""
+    """Bytes of `length` words of `bits` bits: bits · length / 8, rounded up to whole cells. Raises `PackingError`."""
     return _planes(length, bits)[-1].stop
 
 
 def pack(words: Words, bits: int) -> Packed:
-    """`words` (uint32, shape (d,)) mod 2^bits, as uint8 of shape (`packed_size`(d, bits),). Raises `PackingError`."""
+    """`words` (uint32, shape (d,), below 2^bits) as uint8 of shape (`packed_size`(d, bits),). Raises `PackingError`."""
     if words.ndim != 1 or words.dtype != np.uint32:
         raise PackingError(f"words are {words.dtype} of shape {words.shape}: only a vector of uint32 can be packed.")
     planes = _planes(len(words), bits)
     packed = np.empty(planes[-1].stop, np.uint8)
-    for start, stop in _parts(len(words)):
-        part = words[start:stop]
+    for start, stop in _parts(cells_of(len(words), bits)):
+        cells = gather(words, bits, start, stop)
         for plane in planes:
             # A cast to fewer bits is a modulus.
-            plane.of(packed, start, stop)[:] = _halved(part) if plane.width == 4 else part >> np.uint32(plane.shift)
+            plane.of(packed, start, stop)[:] = _halved(cells) if plane.width == 4 else cells >> np.uint64(plane.shift)
     return packed
 
 
 def unpack(packed: Packed, length: int, bits: int) -> Words:
     """The `length` words below 2^bits that `pack` was given, uint32. Raises `PackingError`."""
     planes = _checked(packed, length, bits)
-    words = np.zeros(length, np.uint32)
-    for start, stop in _parts(length):
-        part = words[start:stop]
+    words = np.empty(length, np.uint32)
+    for start, stop in _parts(cells_of(length, bits)):
+        cells = np.zeros(stop - start, np.uint64)
         for plane in planes:
             values = plane.of(packed, start, stop)
             if plane.width == 4:
-                values = _interleaved(values & np.uint8(15), values >> np.uint8(4))[: len(part)]
-            part |= values.astype(np.uint32) << np.uint32(plane.shift)
+                values = _interleaved(values & np.uint8(15), values >> np.uint8(4))[: len(cells)]
+            cells |= values.astype(np.uint64) << np.uint64(plane.shift)
+        scatter(cells, words, bits, start)
     return words
 
 
 class PackedSum:
-    """The sum mod 2^bits of packed vectors of `length` words, without unpacking them.
+    """The sum of packed vectors of `length` words, without unpacking them. It is that of their cells: what the sum of a
+    word has beyond `bits` bits is carried into the next word of its cell.
 
     The top plane is added at its own width, since its overflow is the modulus. A lower plane of width w must keep its
-    carries: see `_Lanes`. Holds at most 5/4 of the memory of `length` uint32 (3/4 at 20 bits), half as much again while
-    it carries, and buffers of at most 3 MB.
+    carries: see `_Lanes`. Holds at most as much memory as `length` uint32, half as much again while it carries, and
+    buffers of at most 1 MB.
     """
 
     def __init__(self, length: int, bits: int) -> None:
         """Raises `PackingError`."""
         self.length, self.bits, self.count = length, bits, 0
         self._top, *self._lower = _planes(length, bits)
-        self._high = np.zeros(length, self._top.dtype)
+        self._high = np.zeros(cells_of(length, bits), self._top.dtype)
         self._lanes = [_Lanes(plane) for plane in self._lower]
 
     def add(self, packed: Packed) -> None:
@@ -112,31 +115,29 @@ class PackedSum:
         self.count += 1
 
     def total(self) -> Words:
-        """The sum mod 2^bits, uint32 of shape (length,)."""
+        """The words of the summed cells, uint32 of shape (length,)."""
         words = np.empty(self.length, np.uint32)
-        for start, stop in _parts(self.length):
-            part = words[start:stop]
-            np.left_shift(self._high[start:stop], np.uint32(self._top.shift), out=part)
+        for start, stop in _parts(len(self._high)):
+            cells = self._high[start:stop].astype(np.uint64) << np.uint64(self._top.shift)
             for lanes in self._lanes:
-                sums = lanes.sums(start // 2, (stop + 1) // 2)[: len(part)]
-                part += sums.astype(np.uint32) << np.uint32(lanes.plane.shift)
-            if self.bits < MAX_BITS:
-                part &= np.uint32(2**self.bits - 1)
+                sums = lanes.sums(start // 2, (stop + 1) // 2)[: len(cells)]
+                cells += sums.astype(np.uint64) << np.uint64(lanes.plane.shift)
+            scatter(cells, words, self.bits, start)
         return words
 
     def _carry(self, place: int) -> None:
-        carries = self._lanes[place].take_carries()[: self.length]
+        carries = self._lanes[place].take_carries()[: len(self._high)]
         if place == 0:
             self._high += carries
             return
         above = self._lanes[place - 1]
         if above.full:
             self._carry(place - 1)
-        above.add(carries)
+        above.add(carries.view(np.uint8))
 
 
 class _Lanes:
-    """The sums of a plane of w bits in lanes of 2w bits, each of two words v_0 (lowest) and v_1. Kept are
+    """The sums of a plane of w bits in lanes of 2w bits, each of two cells, v_0 (lowest) and v_1. Kept are
 
         S_0 = Σ lane = Σ v_0 + 2^w · Σ v_1   and   S_1 = Σ (lane >> w) = Σ v_1   (mod 2^2w),
 
@@ -161,8 +162,9 @@ class _Lanes:
 
     def add(self, values: Packed) -> None:
         """Add a vector of the plane, in its wire form."""
-        if len(values) % self._dtype.itemsize:
-            values = np.append(values, np.uint8(0))
+        spare = -len(values) % self._dtype.itemsize
+        if spare:
+            values = np.append(values, np.zeros(spare, np.uint8))
         lanes = values.view(self._dtype)
         for start, stop in _parts(len(lanes)):
             part, shifted = lanes[start:stop], self._shifted[: stop - start]
@@ -172,11 +174,11 @@ class _Lanes:
         self._added += 1
 
     def sums(self, start: int, stop: int) -> Lanes:
-        """Σ v since the last carry, of both words of lanes `start` to `stop`."""
+        """Σ v since the last carry, of both cells of lanes `start` to `stop`."""
         return _interleaved(*self._halves(start, stop))
 
     def take_carries(self) -> Lanes:
-        """What of Σ v is beyond w bits, divided by 2^w, of all words; it is no longer part of Σ v afterwards."""
+        """What of Σ v is beyond w bits, divided by 2^w, of all cells; it is no longer part of Σ v afterwards."""
         rest = self._dtype.type((1 << self.plane.width) - 1)
         carries = np.empty(2 * len(self._whole), self._dtype)
         for start, stop in _parts(len(self._whole)):
@@ -200,10 +202,11 @@ def _planes(length: int, bits: int) -> tuple[_Plane, ...]:
     if bits % 4 or not MIN_BITS <= bits <= MAX_BITS:
         raise PackingError(f"bits is {bits}, but must be a multiple of 4 from {MIN_BITS} to {MAX_BITS}.")
     planes = []
-    start, shift = 0, bits
-    for width in (32, 16, 8, 4):
-        if bits & width:
-            stop = start + (length * width + 7) // 8
+    count, width_of_cell = cells_of(length, bits), bits * words_a_cell(bits)
+    start, shift = 0, width_of_cell
+    for width in (64, 32, 16, 8, 4):
+        if width_of_cell & width:
+            stop = start + (count * width + 7) // 8
             shift -= width
             planes.append(_Plane(width, shift, start, stop))
             start = stop
@@ -224,9 +227,9 @@ def _parts(length: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + _PART, length)) for start in range(0, length, _PART))
 
 
-def _halved(words: Words) -> Packed:
-    """The lowest 4 bits of each word, two to a byte (a plane of 4 bits is always the lowest)."""
-    low = words.astype(np.uint8)
+def _halved(cells: Cells) -> Packed:
+    """The lowest 4 bits of each cell, two to a byte (a plane of 4 bits is always the lowest)."""
+    low = cells.astype(np.uint8)
     pairs = (np.append(low, np.uint8(0)) if len(low) % 2 else low).view("<u2")
     halves: Packed = ((pairs & np.uint16(0xF)) | (pairs >> np.uint16(4) & np.uint16(0xF0))).astype(np.uint8)
     return halves

@@ -19,10 +19,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedward_common.errors import FedwardError
 from fedward_common.secagg import shamir
+from fedward_common.secagg.cells import Words
 from fedward_common.secagg.client import listed_partners, seed_commitment
 from fedward_common.secagg.graph import partners_of
 from fedward_common.secagg.keys import AdvertisementError, Identities, mask_key, self_mask_key
-from fedward_common.secagg.masks import Words, add_keystreams
+from fedward_common.secagg.masks import add_keystreams
 from fedward_common.secagg.messages import Dealt, Delivery, Unmasking, members_to_bytes
 from fedward_common.secagg.packing import Packed, PackedSum
 from fedward_common.secagg.terms import Terms, survivors_statement
@@ -177,7 +178,7 @@ class Server:
         return all(len(self._shares.get(dealer, {})) >= threshold for dealer in self._sharers)
 
     def unmask(self) -> Words:
-        """The sum of the survivors' vectors, mod 2^bits. Raises `Aborted`."""
+        """The sum of the survivors' vectors, each word below 2^bits. Raises `Aborted`."""
         plus: list[bytes] = []
         minus: list[bytes] = []
         for dealer in sorted(self._sharers):
@@ -187,8 +188,7 @@ class Server:
             else:
                 self._take_off(dealer, self._mask_key(dealer, secret), plus, minus)
         words = self._sum.total()
-        add_keystreams(words, plus, minus)
-        words &= (1 << self.terms.bits) - 1
+        add_keystreams(words, self.terms.bits, plus, minus)
         return words
 
     def _take_off(self, dropped: int, key: X25519PrivateKey, plus: list[bytes], minus: list[bytes]) -> None:

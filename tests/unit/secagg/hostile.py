@@ -151,8 +151,8 @@ class HostileServer:
                     return None
                 (minus if i < other else plus).append(pair)
         words = np.sum([self.masked[i] for i in members], axis=0, dtype=np.uint32)
-        add_keystreams(words, plus, minus)
-        return words & np.uint32((1 << self.terms.bits) - 1)
+        add_keystreams(words, self.terms.bits, plus, minus)
+        return words
 
     def vector_of(self, victim: int) -> Words | None:
         """One node's vector."""

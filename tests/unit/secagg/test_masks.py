@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 from Crypto.Cipher import AES
 from fedward_common.secagg import masks
+from fedward_common.secagg.cells import words_a_cell
 from fedward_common.secagg.masks import KEY_BYTES, Keystream, MaskError, add_keystreams
+
+from .by_hand import cells_by_hand, words_by_hand
 
 PART = masks._PART
 SIZES = [0, 1, 3, 4, 5, 1000, PART - 1, PART, PART + 1, 2 * PART + 7]
+"""At 32 bits a part is this many words."""
+ALL_BITS = range(12, 33, 4)
 
 
 def key(number: int) -> bytes:
@@ -25,34 +30,45 @@ def oracle(key: bytes, count: int) -> np.ndarray:
     return np.frombuffer(AES.new(key[:16], AES.MODE_ECB).encrypt(blocks), "<u4")[:count]
 
 
+def cells(key: bytes, count: int) -> list[int]:
+    """The same as 64-bit numbers."""
+    return [int(cell) for cell in oracle(key, 2 * count).view("<u8")]
+
+
+def as_words(key: bytes, length: int) -> list[int]:
+    """A keystream as words of 32 bits, two to a cell."""
+    return words_by_hand(cells(key, -(-length // 2)), length, 32)
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_words_are_aes_128_in_counter_mode(size):
+def test_cells_are_aes_128_in_counter_mode(size):
     words = np.zeros(size, np.uint32)
-    add_keystreams(words, [key(1)], [])
-    assert np.array_equal(words, oracle(key(1), size))
+    add_keystreams(words, 32, [key(1)], [])
+    assert words.tolist() == as_words(key(1), size)
 
 
+@pytest.mark.parametrize("bits", ALL_BITS)
 @pytest.mark.parametrize("size", SIZES)
-def test_keystreams_are_added_and_subtracted_in_place(size):
+def test_keystreams_are_added_and_subtracted_in_place(size, bits):
     rng = np.random.default_rng(size)
-    start = rng.integers(0, 2**32, size, np.uint32)
+    start = rng.integers(0, 1 << bits, size, np.uint32)
     words = start.copy()
     plus, minus = [key(1), key(2), key(3)], [key(4), key(5)]
-    add_keystreams(words, plus, minus)
-    expected = start.astype(object)
-    for k in plus:
-        expected = expected + oracle(k, size)
-    for k in minus:
-        expected = expected - oracle(k, size)
-    assert [int(w) for w in words] == [w % 2**32 for w in expected]
+    add_keystreams(words, bits, plus, minus)
+    expected = cells_by_hand(start, bits)
+    for sign, keys in ((1, plus), (-1, minus)):
+        for k in keys:
+            expected = [(a + sign * b) % 2**64 for a, b in zip(expected, cells(k, len(expected)), strict=True)]
+    assert words.tolist() == words_by_hand(expected, size, bits)
 
 
 def test_the_published_vector():
     """NIST SP 800-38A, F.5.1 (CTR-AES128): the keystream is plaintext xor ciphertext."""
     words = np.zeros(16, np.uint32)
     aes_key, counter = "2b7e151628aed2a6abf7158809cf4f3c", "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"
-    add_keystreams(words, [bytes.fromhex(aes_key + counter)], [])
-    assert words.tobytes().hex(" ", 16).split() == [
+    add_keystreams(words, 32, [bytes.fromhex(aes_key + counter)], [])
+    # Cell i holds the words i and i + 8.
+    assert words.reshape(2, 8).T.tobytes().hex(" ", 16).split() == [
         "ec8cdf7398607cb0f2d21675ea9ea1e4",
         "362b7c3c6773516318a077d7fc5073ae",
         "6a2cc3787889374fbeb4c81b17ba6c44",
@@ -65,20 +81,20 @@ def test_the_published_vector():
 def test_the_counter_carries_over_its_whole_width(bits, before):
     key = bytes(range(16)) + (2**bits - before).to_bytes(16, "big")
     words = np.zeros(40, np.uint32)
-    add_keystreams(words, [key], [])
-    assert np.array_equal(words, oracle(key, 40))
+    add_keystreams(words, 32, [key], [])
+    assert words.tolist() == as_words(key, 40)
 
 
 def test_no_keys_change_nothing():
     words = np.arange(10, dtype=np.uint32)
-    add_keystreams(words, [], [])
+    add_keystreams(words, 20, [], [])
     assert words.tolist() == list(range(10))
 
 
 def test_a_part_of_a_vector_can_be_masked():
     words = np.zeros(10, np.uint32)
-    add_keystreams(words[2:7], [key(1)], [])
-    assert np.array_equal(words[2:7], oracle(key(1), 5))
+    add_keystreams(words[2:7], 32, [key(1)], [])
+    assert words[2:7].tolist() == as_words(key(1), 5)
     assert not words[:2].any() and not words[7:].any()
 
 
@@ -97,14 +113,14 @@ def test_a_part_of_a_vector_can_be_masked():
 )
 def test_other_words_are_refused(words):
     with pytest.raises(MaskError, match="contiguous, writable vector of uint32"):
-        add_keystreams(words, [key(1)], [])
+        add_keystreams(words, 20, [key(1)], [])
 
 
 @pytest.mark.parametrize("length", [0, 16, KEY_BYTES - 1, KEY_BYTES + 1])
 def test_a_key_of_another_length_is_refused_before_anything_is_added(length):
     words = np.zeros(10, np.uint32)
     with pytest.raises(MaskError, match=f"has {KEY_BYTES} bytes, this has {length}"):
-        add_keystreams(words, [key(1)], [bytes(length)])
+        add_keystreams(words, 20, [key(1)], [bytes(length)])
     assert not words.any()
     with pytest.raises(MaskError):
         Keystream(bytes(length))
@@ -150,10 +166,22 @@ def test_masked_words_look_uniform():
     """One 1 % test a byte position, and one over all: χ²(255) is in (184, 345) but for 2 in 10 000 (keys are fixed)."""
     words = np.full(1 << 18, 5, np.uint32)
     assert chi_square(words) > 1e6
-    add_keystreams(words, [key(1), key(2)], [key(3)])
+    add_keystreams(words, 32, [key(1), key(2)], [key(3)])
     assert 184 < chi_square(words) < 345
     for position in range(4):
         assert 184 < chi_square(words.view(np.uint8)[position::4].copy()) < 345
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_every_bit_of_every_word_of_a_cell_is_masked(bits):
+    """Each bit is a fair coin over words that were all alike: 512 of 1024 ones, within six standard deviations."""
+    length = 1024 * words_a_cell(bits)
+    words = np.full(length, 5, np.uint32)
+    add_keystreams(words, bits, [key(1)], [key(2)])
+    assert words.max() < 1 << bits
+    for column in words.reshape(-1, 1024):
+        for bit in range(bits):
+            assert abs(int((column >> np.uint32(bit) & np.uint32(1)).sum()) - 512) < 96
 
 
 def test_words_are_not_correlated_with_the_next_or_across_keys():
