@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fedward_common.errors import UpdateError
+from fedward_common.secagg.cells import cells_of, gather, scatter
 from fedward_common.secagg.client import Client, Guarantees, Refusal
 from fedward_common.secagg.graph import Parameters, choose
 from fedward_common.secagg.messages import (
@@ -147,8 +148,8 @@ class Play:
         self.server = Server(terms, self.cohort.identities)
         self.oracle = Oracle(self.clients, range(1, schedule.colluders + 1), self.parameters)
         self.sent: dict[int, tuple[Delivery, bytes]] = {}
-        self.off = np.zeros(terms.length, np.uint32)
-        """By how much what arrived differs from what was sent."""
+        self.off = np.zeros(cells_of(terms.length, BITS), np.uint64)
+        """By how much what arrived differs from what was sent, as cells: what is beyond a word's range is carried."""
 
     @property
     def parameters(self) -> Parameters:
@@ -166,7 +167,8 @@ class Play:
         except Aborted:
             return "aborted"
         survivors = self.server.survivors
-        expected = (self.cohort.total(survivors) + self.off) & np.uint32((1 << BITS) - 1)
+        expected = self.cohort.total(survivors)
+        scatter(self._cells(expected) + self.off, expected, BITS, 0)
         try:
             decode(shape(self.schedule.n), words, len(survivors))
         except (WrongSum, UpdateError):
@@ -284,7 +286,11 @@ class Play:
         sent = self.said["masked"].get(i)
         if new and sent is not None:
             arrived, meant = (unpack(np.frombuffer(x, np.uint8), self.terms.length, BITS) for x in (data, sent))
-            self.off += arrived - meant
+            self.off += self._cells(arrived) - self._cells(meant)
+
+    @staticmethod
+    def _cells(words: Any) -> Any:
+        return gather(words, BITS, 0, cells_of(len(words), BITS))
 
     def _request(self, i: int, request: Unmasking) -> bytes:
         return request.survivors + request.dropped + entries_to_bytes(request.signatures)
