@@ -8,7 +8,10 @@ DEMO_STAMP := $(VENV)/.installed-demo
 export OMP_NUM_THREADS ?= 1
 export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
+# Federations of real processes run one at a time, all else on every core.
 QUICK := not slow and not docker and not gpu
+SLOW := slow and not docker and not gpu
+SPREAD := -n logical --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-hostile test test-slow test-all lint fmt types bench clean
@@ -25,13 +28,15 @@ demo-hostile: $(DEMO_STAMP) ## For sceptics: a server that lies to five live nod
 	$(BIN)/python examples/hostile/demo.py --seed $(or $(SEED),0)
 
 test: $(STAMP) ## Quick tests.
-	$(BIN)/pytest -m "$(QUICK)"
+	$(BIN)/pytest -m "$(QUICK) and not e2e" $(SPREAD)
+	$(BIN)/pytest -m "$(QUICK) and e2e"
 
 test-slow: $(STAMP) ## The tests that take minutes.
-	$(BIN)/pytest -m "slow and not docker and not gpu"
+	$(BIN)/pytest -m "$(SLOW) and not e2e" -n logical
+	$(BIN)/pytest -m "$(SLOW) and e2e"
 
-test-all: $(STAMP) ## All tests that this machine can run (GPU and Docker ones skip where there is none).
-	$(BIN)/pytest
+test-all: test test-slow ## All tests that this machine can run (GPU and Docker ones skip where there is none).
+	$(BIN)/pytest -m "docker or gpu" || [ $$? = 5 ]
 
 lint: $(STAMP) ## Style and common mistakes.
 	$(BIN)/ruff check .

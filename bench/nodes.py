@@ -20,11 +20,11 @@ import numpy as np
 from fedward_client.link import Link, LinkDown, LinkRefused, RunGone
 from fedward_client.pace import Backoff, Pace
 from fedward_common.config import RunConfig
-from fedward_common.local import Done, Work
 from fedward_common.messages import Purpose
 from fedward_common.node import MemoryStore, Participant
 from fedward_common.secure import SecureParticipant
 from fedward_common.update import Kind, Layout, TensorSpec
+from fedward_common.work import Done, Work
 
 from bench.members import standing
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
-from fedward_common.local import Done, Work
 from fedward_common.members import Kind
 from fedward_common.messages import Failure, Purpose, Reason, Request
 from fedward_common.node import Participant, Refused
@@ -24,6 +23,7 @@ from fedward_common.roster import Roster, RosterError, parse_roster
 from fedward_common.secure import SecureParticipant, Standing
 from fedward_common.signing import SignatureError, load_private
 from fedward_common.steps import ROSTER
+from fedward_common.work import Done, Work
 from fedward_common.worker import sandbox
 from fedward_common.worker.parent import Workers
 from fedward_common.worker.setup import Setup

@@ -19,8 +19,8 @@ from pydantic import (
 )
 
 from fedward_common.algorithms.base import AlgorithmOptions, PerClientAlgorithm
+from fedward_common.algorithms.local_options import LocalOptions
 from fedward_common.algorithms.registry import ALGORITHMS, parse_options
-from fedward_common.algorithms.training import LocalOptions
 from fedward_common.errors import ConfigError
 from fedward_common.explain import NAME_PATTERN, TASK_PATTERN, NestedError, Source, show
 from fedward_common.explain import explain as explain

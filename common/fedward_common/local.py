@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -21,46 +21,16 @@ from torch.utils.data import Dataset
 
 from fedward_common import batches
 from fedward_common.algorithms.base import MODEL, STATISTIC
+from fedward_common.algorithms.node_half import Local
 from fedward_common.algorithms.registry import build
-from fedward_common.algorithms.training import Local, checked_loss, seed_all
+from fedward_common.algorithms.training import checked_loss, seed_all
 from fedward_common.config import RunConfig
 from fedward_common.errors import TaskError, UpdateError
 from fedward_common.task import Data, Task, check_data, check_task, metric_names
-from fedward_common.update import Kind, Layout, Vector, Vectors, kinds_of
-
-PRIVATE = "private"
-"""Name, in a node's kept state, of the vector of tensors that never leave it."""
+from fedward_common.update import Kind, Layout, Vector, kinds_of
+from fedward_common.work import PRIVATE, Done, Work
 
 _EVALUATION_BATCH = 256
-
-
-@dataclass(frozen=True)
-class Work:
-    """One piece of work. op: "prepare" | "count" | "train" | "evaluate" | "initial".
-
-    state: the node's kept vectors (train, and evaluate for private tensors). split: "test" | "train" |
-    "central" (evaluate only). seconds: time limit of training."""
-
-    op: str
-    round: int = 0
-    vectors: Vectors = field(default_factory=dict)
-    state: Vectors = field(default_factory=dict)
-    split: str = "test"
-    seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Done:
-    """The result of a `Work`. prepare: info["layout"] (JSON text), info["metric_names"]. count: metrics "examples" (to
-    train on). initial: layout and metric names, and vectors "model", and
-    "statistic" and "counter" where the model has such tensors. train: vectors = update groups, state,
-    weight, metrics sums, info steps/complete. evaluate: metrics sums."""
-
-    vectors: Vectors = field(default_factory=dict)
-    state: Vectors = field(default_factory=dict)
-    weight: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

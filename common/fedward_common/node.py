@@ -14,9 +14,9 @@ from fedward_common.algorithms.base import Algorithm, AlgorithmOptions
 from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig
 from fedward_common.errors import UpdateError
-from fedward_common.local import PRIVATE, Done, Work
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.update import Kind, Layout, Update, Vectors, check_metrics, check_update, check_vector
+from fedward_common.work import PRIVATE, Done, Work
 
 
 class Refused(Exception):

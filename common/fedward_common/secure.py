@@ -16,7 +16,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
-from fedward_common.local import Done, Work
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant, Refused, StateStore
 from fedward_common.roster import Roster
@@ -37,6 +36,7 @@ from fedward_common.steps import (
 )
 from fedward_common.summand import Shape
 from fedward_common.update import Update, Vectors
+from fedward_common.work import Done, Work
 
 log = logging.getLogger("fedward.node")
 

@@ -10,18 +10,20 @@ import fnmatch
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
 from fedward_common.errors import TaskError, UpdateError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Vector = npt.NDArray[Any]
 Vectors = Mapping[str, Vector]
@@ -132,6 +134,8 @@ class Layout:
 
     def pack(self, state: Mapping[str, torch.Tensor], kind: Kind) -> Vector:
         """The flat vector of all tensors of `kind` in `state` (a state dict); always a fresh copy."""
+        import torch
+
         out = torch.from_numpy(np.empty(self.size(kind), dtype=self.dtype(kind)))
         at = 0
         for spec in self.of_kind(kind):
@@ -146,19 +150,31 @@ class Layout:
 
         Raises `UpdateError` for a vector of another length.
         """
+        import torch
+
+        out = {}
+        # PyTorch knows no read-only tensors, and vectors that came over the wire are read-only.
+        for spec, part in self._parts(vector if vector.flags.writeable else vector.copy(), kind):
+            out[spec.name] = torch.from_numpy(part).to(getattr(torch, spec.dtype))
+        return out
+
+    @property
+    def fits_numpy(self) -> bool:
+        """Whether NumPy has every tensor's dtype (it lacks bfloat16 and its like)."""
+        return all(hasattr(np, spec.dtype) for spec in self.tensors)
+
+    def arrays(self, vector: Vector, kind: Kind) -> dict[str, Vector]:
+        """As `unpack`, in NumPy arrays and without PyTorch, if the layout `fits_numpy`."""
+        return {spec.name: part.astype(spec.dtype, copy=False) for spec, part in self._parts(vector, kind)}
+
+    def _parts(self, vector: Vector, kind: Kind) -> Iterator[tuple[TensorSpec, Vector]]:
         if vector.shape != (self.size(kind),):
             needed = (self.size(kind),)
             raise UpdateError(f"vector of {kind.value} has shape {vector.shape}, the layout needs {needed}")
-        # PyTorch knows no read-only tensors, and vectors that came over the wire are read-only.
-        flat = torch.from_numpy(vector if vector.flags.writeable else vector.copy())
-        out = {}
         at = 0
         for spec in self.of_kind(kind):
-            size = spec.size
-            part = flat[at : at + size].view(spec.shape)
-            out[spec.name] = part.to(getattr(torch, spec.dtype))
-            at += size
-        return out
+            yield spec, vector[at : at + spec.size].reshape(spec.shape)
+            at += spec.size
 
     def load(self, model: nn.Module, vector: Vector, kind: Kind) -> None:
         """Copy `vector` into `model`'s tensors of `kind`, in place."""
@@ -166,6 +182,8 @@ class Layout:
 
     def copy_into(self, state: Mapping[str, torch.Tensor], vector: Vector, kind: Kind) -> None:
         """Copy `vector` into the tensors of `kind` in `state` (a state dict), in place."""
+        import torch
+
         with torch.no_grad():
             for name, tensor in self.unpack(vector, kind).items():
                 state[name].copy_(tensor)

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from digits.task import Digits
 from fedward_common.config import RunConfig
-from fedward_common.local import LocalRunner, Work
+from fedward_common.local import LocalRunner
 from fedward_common.update import Kind
+from fedward_common.work import Work
 from safetensors.torch import load_file
 from torch import nn
 

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from digits.task import Digits
 from fedward_common.config import RunConfig
-from fedward_common.local import Done, LocalRunner, Work
+from fedward_common.local import LocalRunner
 from fedward_common.secagg.packing import unpack
 from fedward_common.summand import Shape
 from fedward_common.update import Kind, Layout, Vectors
+from fedward_common.work import Done, Work
 
 SIDE = 8
 _BLOCKS = " ░▒▓█"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
-from fedward_common.local import LocalRunner, Work
+from fedward_common.local import LocalRunner
 from fedward_common.manifest import Manifest
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.roster import Roster
@@ -57,6 +57,7 @@ from fedward_common.steps import (
 from fedward_common.summand import Group, Shape, decode
 from fedward_common.task import Task
 from fedward_common.update import Layout, Update, Vectors
+from fedward_common.work import Work
 from fedward_server.direct import DirectRuntime
 from fedward_server.grid import FlowerTransport, RosterDirectory
 from fedward_server.paths import ServerPaths

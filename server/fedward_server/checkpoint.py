@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import torch
 from fedward_common.algorithms.base import MODEL, STATISTIC, ServerState
 from fedward_common.errors import FedwardError
 from fedward_common.files import owner_folder, sync_folder
@@ -25,10 +24,13 @@ from fedward_common.messages import Stamp
 from fedward_common.ranges import Scales
 from fedward_common.update import Kind, Layout, Vector, Vectors
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.numpy import save as save_arrays
 
 from fedward_server.fencing import Fenced, read_owner
 from fedward_server.paths import RunPaths
+
+if TYPE_CHECKING:
+    import torch
 
 COUNTER = "counter"
 """Name of the vector of integer buffers in the server's state, if the model has any: kept from the initial model."""
@@ -82,11 +84,21 @@ class Checkpoint:
 
     def model_bytes(self) -> bytes:
         """The model as a safetensors file of named tensors, private ones left out."""
+        kinds = ((Kind.TRAINABLE, MODEL), (Kind.STATISTIC, STATISTIC), (Kind.COUNTER, COUNTER))
+        vectors = [(self.state.vectors[name], kind) for kind, name in kinds if name in self.state.vectors]
+        metadata = {"round": str(self.round)}
+        if self.layout.fits_numpy:
+            arrays: dict[str, Vector] = {}
+            for vector, kind in vectors:
+                arrays |= self.layout.arrays(vector, kind)
+            return save_arrays(arrays, metadata)
+        # Imported only where a dtype needs it: it takes seconds and 200 MB.
+        from safetensors.torch import save as save_tensors
+
         tensors: dict[str, torch.Tensor] = {}
-        for kind, name in ((Kind.TRAINABLE, MODEL), (Kind.STATISTIC, STATISTIC), (Kind.COUNTER, COUNTER)):
-            if name in self.state.vectors:
-                tensors.update(self.layout.unpack(self.state.vectors[name], kind))
-        return save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"round": str(self.round)})
+        for vector, kind in vectors:
+            tensors |= self.layout.unpack(vector, kind)
+        return save_tensors(tensors, metadata)
 
     def to_json(self) -> str:
         """All but the vectors."""

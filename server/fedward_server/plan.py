@@ -14,11 +14,12 @@ from fedward_common.algorithms.registry import build, build_sum
 from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, TaskError
-from fedward_common.local import LocalRunner, Work
+from fedward_common.local import LocalRunner
 from fedward_common.secagg.graph import Parameters
 from fedward_common.secagg.packing import packed_size
 from fedward_common.task import Task, load_task
 from fedward_common.update import Kind, Layout, Vectors, kinds_of
+from fedward_common.work import Work
 
 from fedward_server.taskhost import load_vectors
 

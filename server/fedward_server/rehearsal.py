@@ -16,7 +16,8 @@ from typing import Any
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError
 from fedward_common.files import write_atomic
-from fedward_common.local import LocalRunner, Work
+from fedward_common.local import LocalRunner
+from fedward_common.work import Work
 
 from fedward_server.checkpoint import Checkpoints
 from fedward_server.events import Event, EventLog

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, TaskError
-from fedward_common.local import Done, LocalRunner, Work
+from fedward_common.local import LocalRunner
 from fedward_common.messages import Failure, Reason, Reply, Request
 from fedward_common.node import MemoryStore, Participant, StateStore
 from fedward_common.roster import Roster, RosterNode
@@ -22,6 +22,7 @@ from fedward_common.secure import SecureParticipant, Standing
 from fedward_common.signing import generate, public_text
 from fedward_common.task import Task, metric_names
 from fedward_common.update import Vectors
+from fedward_common.work import Done, Work
 
 from fedward_server.checkpoint import Checkpoints
 from fedward_server.collecting import Collector, PlainCollector, SecureCollector

@@ -12,8 +12,8 @@ from fedward_common.algorithms.base import MODEL, STATISTIC
 from fedward_common.bundle import Bundle
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError
-from fedward_common.local import Work
 from fedward_common.update import Kind, Layout, Vectors
+from fedward_common.work import Work
 from fedward_common.worker.parent import Worker
 from fedward_common.worker.setup import Setup
 from safetensors import SafetensorError

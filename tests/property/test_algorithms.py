@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from fedward_common import batches
 from fedward_common.algorithms.base import Cohort, moved_statistic
+from fedward_common.algorithms.local_options import LocalOptions
+from fedward_common.algorithms.node_half import Local
 from fedward_common.algorithms.registry import ALGORITHMS
-from fedward_common.algorithms.training import Local, LocalOptions, train
+from fedward_common.algorithms.training import train
 from fedward_common.task import Data
 from fedward_common.update import Kind, Layout, Update
 from hypothesis import given, settings

@@ -14,7 +14,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import safetensors.numpy
-from fedward_common.local import Done, Work
+from fedward_common.work import Done, Work
 from fedward_common.worker.frames import (
     Channel,
     ChannelClosed,

@@ -394,9 +394,9 @@ def test_the_same_where_nodes_draw_their_neighbours(schedule: Schedule) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
 @pytest.mark.timeout(1800)
-@settings(max_examples=10_000, deadline=None, suppress_health_check=QUIET)
-@given(schedules(EVERY_SIZE))
-def test_ten_thousand_schedules(schedule: Schedule) -> None:
-    play(schedule)
+@pytest.mark.parametrize("part", range(10))
+@settings(max_examples=1000, deadline=None, suppress_health_check=QUIET)
+@given(data=st.data())
+def test_ten_thousand_schedules(part: int, data: st.DataObject) -> None:
+    play(data.draw(schedules(EVERY_SIZE)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,16 @@ def test_nothing_imports_the_command_line() -> None:
         for name in imports(path):
             is_cli = (name.endswith(".cli") and name.startswith("fedward_")) or ".commands" in name
             assert own or not is_cli, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "fedward_client.cli", "fedward_client.enrol", "fedward_client.guard", "fedward_server.service",
+        "fedward_server.commands.server", "fedward_server.commands.run", "fedward_server.app",
+    ],
+)  # fmt: skip
+def test_only_workers_pay_for_pytorch(module: str) -> None:
+    """Seconds to import and 200 MB: a command answers at once, and a guard or a service stays small."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fedward_common.local import Work
+from fedward_common.work import Work
 
 from bench import convergence, fashion, figures
 from bench.figures import Figure

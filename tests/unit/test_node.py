@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 from fedward_common.config import parse_config
-from fedward_common.local import Done
 from fedward_common.messages import Purpose, Reason, Request, Stamp
 from fedward_common.node import MemoryStore, Participant, Refused, settle
 from fedward_common.update import Kind, Layout, TensorSpec
+from fedward_common.work import Done
 
 LAYOUT = Layout((TensorSpec("w", (2,), "float64", Kind.TRAINABLE),))
 HEADED = Layout((*LAYOUT.tensors, TensorSpec("h", (1,), "float64", Kind.PRIVATE)))

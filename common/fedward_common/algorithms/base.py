@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from fedward_common.update import Kind, Layout, Update, Vector, Vectors
 
 if TYPE_CHECKING:
-    from fedward_common.algorithms.training import Local, LocalOptions
+    from fedward_common.algorithms.local_options import LocalOptions
+    from fedward_common.algorithms.node_half import Local
 
 MODEL = "model"
 """Name of the vector of trainable tensors, in broadcasts and in the server's state."""

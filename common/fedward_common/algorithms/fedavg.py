@@ -18,7 +18,7 @@ from fedward_common.algorithms.base import (
     moved,
     moved_statistic,
 )
-from fedward_common.algorithms.training import Hook, Local, Trained, train
+from fedward_common.algorithms.node_half import Hook, Local, Trained
 from fedward_common.update import Update, Vector, Vectors
 
 ServerLR = Annotated[float, Field(gt=0, description="server learning rate η_g")]
@@ -42,6 +42,8 @@ class LocalSGD(SumAlgorithm[O]):
         return ()
 
     def client(self, local: Local, message: Vectors, state: Vectors) -> tuple[Update, Vectors]:
+        from fedward_common.algorithms.training import train
+
         trained = train(local, message, self.hooks(local, message))
         return Update(changes(trained, message), float(local.examples), trained.metrics), {}
 

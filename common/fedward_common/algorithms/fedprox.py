@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import nn
 
 from fedward_common.algorithms.base import DELTA, MODEL, AlgorithmOptions, Cohort, ServerState, moved
 from fedward_common.algorithms.fedavg import LocalSGD, ServerLR, advanced
-from fedward_common.algorithms.training import Hook, Local, gradients, tensors
+from fedward_common.algorithms.node_half import Hook, Local, gradients, tensors
 from fedward_common.update import Update, Vectors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class FedProxOptions(AlgorithmOptions):
@@ -47,5 +49,7 @@ class _Proximal(Hook):
         self._anchor = anchor
 
     def before_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        import torch
+
         drift = torch._foreach_sub(list(parameters), self._anchor)
         torch._foreach_add_(gradients(parameters), drift, alpha=self._mu)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import nn
 
 from fedward_common.algorithms.base import (
     DELTA,
@@ -21,8 +19,13 @@ from fedward_common.algorithms.base import (
     moved,
 )
 from fedward_common.algorithms.fedavg import ServerLR, advanced, changes
-from fedward_common.algorithms.training import Hook, Local, LocalOptions, gradient, gradients, mass, tensors, train
+from fedward_common.algorithms.local_options import LocalOptions, mass
+from fedward_common.algorithms.node_half import Hook, Local, gradients, tensors
 from fedward_common.update import Kind, Layout, Update, Vectors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 CONTROL = "c"
 """Server control variate c, in the server's state and (after the warm start) in broadcasts."""
@@ -96,6 +99,8 @@ class Scaffold(SumAlgorithm[ScaffoldOptions]):
         return replace(mean, groups={**mean.groups, DELTA_CONTROL: delta_c})
 
     def client(self, local: Local, message: Vectors, state: Vectors) -> tuple[Update, Vectors]:
+        from fedward_common.algorithms.training import gradient, train
+
         c_i = state[NODE_CONTROL]
         if CONTROL not in message:
             trained = train(local, message)
@@ -132,6 +137,8 @@ class _Correction(Hook):
         self._max_norm = max_norm
 
     def before_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        import torch
+
         torch._foreach_add_(gradients(parameters), self._correction)
         if self._max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self._max_norm)
+            torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)

@@ -6,113 +6,18 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedward_common import batches
 from fedward_common.algorithms.base import MODEL, STATISTIC
+from fedward_common.algorithms.local_options import LocalOptions
+from fedward_common.algorithms.node_half import Hook, Local, Trained, gradients
 from fedward_common.errors import TaskError
-from fedward_common.task import Data, Task
-from fedward_common.update import Kind, Layout, Vector, Vectors
-
-Positive = Annotated[float, Field(gt=0)]
-
-
-class LocalOptions(BaseModel):
-    """The `[local]` table of a run: SGD on the node."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    lr: Positive = Field(description="client learning rate η")
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
-    batch_size: int = Field(default=32, ge=1)
-    steps: int | None = Field(default=None, ge=1, description="K: the same number of steps on every node")
-    epochs: int | None = Field(default=None, ge=1, description="passes over the node's own data (K_i ∝ n_i)")
-    max_grad_norm: Positive | None = Field(default=None, description="clip the gradient's L2 norm a step")
-    max_seconds: Positive | None = Field(
-        default=None, description="stop local training after that long and send what was done (partial work)"
-    )
-
-    @model_validator(mode="after")
-    def _one_length(self) -> LocalOptions:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of local.steps (equal K on every node) and local.epochs")
-        return self
-
-
-@dataclass
-class Progress:
-    """What local training reports beside its result; `train` adds to it. complete: no training ran out of
-    time."""
-
-    steps: int = 0
-    complete: bool = True
-
-
-@dataclass(frozen=True)
-class Local:
-    """A node's side of one round: everything that an algorithm's client half may use.
-
-    model: the task's model on `device`; `train` loads the broadcast tensors into it, private tensors and
-    counters are as the round shall start with them. seed: differs by run, node and round, equal for a
-    repeated attempt. seconds: time left before the round's limit, None if none."""
-
-    task: Task
-    model: nn.Module
-    data: Data
-    layout: Layout
-    options: LocalOptions
-    round: int
-    seed: int
-    device: str = "cpu"
-    seconds: float | None = None
-    progress: Progress = field(default_factory=Progress, compare=False)
-
-    @property
-    def examples(self) -> int:
-        """n_i: training examples on this node."""
-        return batches.length(self.data.train)
-
-
-class Hook:
-    """Called by `train` without gradient recording; an algorithm overrides what it needs.
-
-    parameters: the trainable tensors in the layout's order, so that `tensors(local, vector)` matches them
-    one by one. Gradients may be changed in place."""
-
-    def before_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """After the backward pass (and `max_grad_norm`), before the optimiser's step, so that corrections
-        go through momentum."""
-
-    def after_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """After the optimiser's step."""
-
-    def at_end(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """After the last step."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What local training did.
-
-    vectors: "model" (and "statistic") after the last step. steps: K_i. mass: Σ over steps of the
-    coefficient with which that step's gradient entered the final displacement; plain SGD Σ_k η_k, with
-    momentum ρ Σ_j η_j b_j, b_j = ρ b_{j−1} + 1. So −Δ/mass is the average gradient (weight decay and what
-    hooks add counted as part of it). complete: False if time ran out. metrics: sums over the examples
-    seen: "examples", "loss"."""
-
-    vectors: Vectors
-    steps: int
-    mass: float
-    complete: bool
-    metrics: dict[str, float]
+from fedward_common.update import Kind, Vector, Vectors
 
 
 def train(local: Local, start: Vectors, hooks: Sequence[Hook] = ()) -> Trained:
@@ -206,26 +111,6 @@ def gradient(local: Local, at: Vectors) -> Vector:
         parameter.grad = None
     named = dict(zip(tensors_of.trainable_names, total, strict=True))
     return local.layout.pack(named, Kind.TRAINABLE)
-
-
-def mass(options: LocalOptions) -> float:
-    """`Trained.mass` of a training that does all of its `options.steps`."""
-    assert options.steps is not None
-    total, weight = 0.0, 0.0
-    for _ in range(options.steps):
-        weight = options.momentum * weight + 1.0
-        total += options.lr * weight
-    return total
-
-
-def gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of `parameters`, to be changed in place."""
-    return [parameter.grad for parameter in parameters]  # type: ignore[misc]
-
-
-def tensors(local: Local, vector: Vector) -> list[torch.Tensor]:
-    """A trainable vector as tensors on the node's device, one for each parameter that a hook is given."""
-    return [tensor.to(local.device) for tensor in local.layout.unpack(vector, Kind.TRAINABLE).values()]
 
 
 def checked_loss(loss: object, needs_grad: bool = True) -> torch.Tensor:

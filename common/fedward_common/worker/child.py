@@ -27,7 +27,8 @@ from fedward_common.worker.frames import (
 from fedward_common.worker.setup import Setup
 
 if TYPE_CHECKING:
-    from fedward_common.local import Done, LocalRunner, Work
+    from fedward_common.local import LocalRunner
+    from fedward_common.work import Done, Work
 
 
 def enter_sandbox(setup: Setup) -> int:

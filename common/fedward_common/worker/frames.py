@@ -23,7 +23,7 @@ from fedward_common.errors import FedwardError
 
 if TYPE_CHECKING:
     # At run time the import is done where needed: a guard that only passes frames on stays free of torch.
-    from fedward_common.local import Done, Work
+    from fedward_common.work import Done, Work
 
 Vector = npt.NDArray[Any]
 Tick = Callable[[], None]
@@ -312,7 +312,7 @@ def work_to_frame(work: Work) -> Frame:
 
 def work_from_frame(frame: Frame) -> Work:
     """The inverse of `work_to_frame`. Raises `FrameError`."""
-    from fedward_common.local import Work
+    from fedward_common.work import Work
 
     head = frame.json
     _check_keys(head, {"op", "round", "split", "seconds"})
@@ -351,7 +351,7 @@ def done_from_frame(frame: Frame, op: str) -> Done:
     "initial" the text "layout" and the list of names "metric_names"): task code must not send free text off the node.
     Values may be NaN: the update gate, which knows what the algorithm asks for, is the next step. Raises `FrameError`.
     """
-    from fedward_common.local import Done
+    from fedward_common.work import Done
 
     _check_keys(frame.json, {"metrics", "info"})
     _check_prefixes(frame.vectors, (_NUMBERS,))

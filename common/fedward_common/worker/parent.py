@@ -36,8 +36,8 @@ from fedward_common.worker.setup import Setup
 from fedward_common.worker.turns import FairLock
 
 if TYPE_CHECKING:
-    from fedward_common.local import Done, Work
     from fedward_common.messages import Reason
+    from fedward_common.work import Done, Work
 
 COMMAND = (sys.executable, "-P", "-m", "fedward_common.worker.child")
 START_SECONDS = 120.0

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from fedward_common.algorithms.base import Cohort, ServerState
 from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig, parse_config
-from fedward_common.local import LocalRunner, Work
+from fedward_common.local import LocalRunner
 from fedward_common.messages import Purpose, Reply, Request, Stamp
 from fedward_common.node import MemoryStore, Participant
 from fedward_common.task import Data
 from fedward_common.update import Update
+from fedward_common.work import Work
 from torch import nn
 from torch.utils.data import TensorDataset
 

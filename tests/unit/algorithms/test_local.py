@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from fedward_common.errors import TaskError, UpdateError
-from fedward_common.local import LocalRunner, Work
+from fedward_common.local import LocalRunner
 from fedward_common.messages import Purpose, Reason, Request
 from fedward_common.task import Data, NoDataError
 from fedward_common.update import Kind, Layout
+from fedward_common.work import Work
 from small_federation import Classes, Federation, Net, configure
 from torch.utils.data import TensorDataset, random_split
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fedward_common.local import Work
+from fedward_common.work import Work
 from small_federation import Federation, Quadratic, configure
 
 CURVATURE = np.array([0.2, 0.4, 1.0])

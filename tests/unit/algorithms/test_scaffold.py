@@ -91,7 +91,7 @@ def test_control_variates_cover_trainable_tensors_only():
 
 def test_correction_goes_through_momentum():
     """With a zero gradient everywhere the displacement is −mass · (c − c_i)."""
-    from fedward_common.local import Work
+    from fedward_common.work import Work
     from small_federation import Quadratic
 
     config = configure("scaffold", {"lr": 0.1, "steps": 4, "momentum": 0.9})

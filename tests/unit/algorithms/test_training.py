@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fedward_common import batches
-from fedward_common.algorithms.training import Hook, Local, LocalOptions, gradient, gradients, train
+from fedward_common.algorithms.local_options import LocalOptions
+from fedward_common.algorithms.node_half import Hook, Local, gradients
+from fedward_common.algorithms.training import gradient, train
 from fedward_common.errors import TaskError
 from fedward_common.task import Data
 from fedward_common.update import Kind, Layout

@@ -14,7 +14,7 @@ from fedward_server.checkpoint import Checkpoint, CheckpointError, Checkpoints, 
 from fedward_server.fencing import Fenced
 from fedward_server.paths import RunPaths
 from safetensors.numpy import load_file
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch import nn
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
@@ -110,19 +110,24 @@ def test_an_older_epoch_is_refused_and_leaves_nothing(paths):
     assert store.newest().round == 2
 
 
-def test_the_model_by_name_for_the_data_scientist(paths):
-    state = MODEL.state_dict()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_the_model_by_name_for_the_data_scientist(dtype):
+    def fresh():
+        return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(dtype)
+
+    model = fresh()
+    layout, state = Layout.of(model), model.state_dict()
     vectors = {
-        "model": LAYOUT.pack(state, Kind.TRAINABLE),
-        "statistic": LAYOUT.pack(state, Kind.STATISTIC),
-        "counter": LAYOUT.pack(state, Kind.COUNTER),
+        "model": layout.pack(state, Kind.TRAINABLE),
+        "statistic": layout.pack(state, Kind.STATISTIC),
+        "counter": layout.pack(state, Kind.COUNTER),
         "c": np.zeros(4),
     }
-    done = Checkpoint("r", 1, LAYOUT, ServerState(vectors, 1), ())
-    named = load(done.model_bytes())
-    fresh = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    fresh.load_state_dict(named)  # strict: all names, shapes and nothing else
-    assert all(torch.equal(fresh.state_dict()[name], state[name]) for name in state)
+    written = Checkpoint("r", 1, layout, ServerState(vectors, 1), ()).model_bytes()
+    assert written == save(state, {"round": "1"})  # safetensors' own writer is the oracle
+    other = fresh()
+    other.load_state_dict(load(written))  # strict: all names, shapes and nothing else
+    assert all(torch.equal(other.state_dict()[name], state[name]) for name in state)
 
 
 def test_kill_9_while_writing_never_tears_the_newest(paths):

@@ -24,7 +24,7 @@ def test_the_model_is_the_mean_of_the_nodes_work(world):
 
 
 def _train_work():
-    from fedward_common.local import Work
+    from fedward_common.work import Work
 
     return Work("train", 1, {"model": np.zeros(SIZE), "c": np.zeros(SIZE)})
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from fedward_common.algorithms.base import AlgorithmOptions, ServerState, SumAlgorithm
 from fedward_common.config import RunConfig
-from fedward_common.local import Done, Work
 from fedward_common.messages import Purpose, Reply, Request
 from fedward_common.node import MemoryStore, Participant
 from fedward_common.update import Kind, Layout, TensorSpec
+from fedward_common.work import Done, Work
 from fedward_server.collecting import PlainCollector
 from fedward_server.events import EventLog, read_events
 from fedward_server.paths import RunPaths

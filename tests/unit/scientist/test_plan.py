@@ -57,8 +57,8 @@ def test_the_plan_of_a_good_run(project: Path) -> None:
 
 def test_the_forecast_of_a_secure_sum(project: Path) -> None:
     result = fedward("plan", project / "run.toml", "--nodes", "10")
-    # 2410 parameters of 20 bits; ten nodes, δ = γ = 0.2: t > 1.2 · 10 / 2.
-    assert "0.00602 MB a node" in result.output
+    # 2410 parameters of 20 bits, three to a cell of 60: 804 · 7.5 bytes; ten nodes, δ = γ = 0.2: t > 1.2 · 10 / 2.
+    assert "0.00603 MB a node" in result.output
     assert "10 nodes, all with all, threshold 7 (t): survives 2 drop-outs and 2" in " ".join(result.output.split())
     refused = fedward("plan", project / "run.toml", "--nodes", "2")
     assert refused.exit_code == 1 and "a secure sum needs at least 3" in " ".join(refused.output.split())

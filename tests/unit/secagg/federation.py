@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedward_common.config import RunConfig, parse_config
-from fedward_common.local import Done, Work
 from fedward_common.messages import Purpose, Reply, Request
 from fedward_common.node import MemoryStore
 from fedward_common.roster import Roster, RosterNode
@@ -17,6 +16,7 @@ from fedward_common.secure import SecureParticipant, Standing, schema
 from fedward_common.signing import public_text
 from fedward_common.summand import Group, Shape
 from fedward_common.update import Kind, Layout, TensorSpec
+from fedward_common.work import Done, Work
 from fedward_server.patience import Patience
 from fedward_server.secure import Enrolled, SecureSum, Summed
 from fedward_server.simulation import Faults, MemoryTransport, simulated_clock

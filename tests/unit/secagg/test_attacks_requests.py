@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedward_client import session
 from fedward_client.policy import Policy
 from fedward_client.session import admit
-from fedward_common.local import Done, Work
 from fedward_common.manifest import Manifest
 from fedward_common.messages import Purpose, Reason, Reply, Request
 from fedward_common.node import MemoryStore, Participant, Refused
@@ -25,6 +24,7 @@ from fedward_common.secagg.messages import advertisements_to_bytes
 from fedward_common.secure import SecureParticipant
 from fedward_common.signing import public_text
 from fedward_common.steps import ADVERTISEMENT, ADVERTISEMENTS, DEALT, MASKED, TERMS, blob
+from fedward_common.work import Done, Work
 from fedward_server.secure import SumFailed
 
 from .federation import RUN, SCALE, WIDTH, Federation, Site, config

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from fedward_common.config import parse_config
-from fedward_common.local import LocalRunner, Work
+from fedward_common.local import LocalRunner
 from fedward_common.pipeline import Clip, Flat, Quantize, Road
 from fedward_common.secagg.masks import Keystream
 from fedward_common.secagg.packing import pack, unpack
 from fedward_common.summand import Group, Shape, decode
 from fedward_common.task import Data
 from fedward_common.update import Kind, Layout, Update
+from fedward_common.work import Work
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fedward_common.config import parse_config
-from fedward_common.local import Work
+from fedward_common.work import Work
 from fedward_common.worker.parent import Worker, Workers
 from fedward_common.worker.setup import Setup
 
