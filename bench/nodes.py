@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from fedward_client.link import Link, LinkDown, LinkRefused, RunGone
-from fedward_client.pace import Backoff, Pace
+from fedward_client.pace import WAIT, Backoff, Pace
 from fedward_common.config import RunConfig
 from fedward_common.messages import Purpose
 from fedward_common.node import MemoryStore, Participant
@@ -65,10 +65,11 @@ class Node(threading.Thread):
                 if not self.connected.is_set():
                     self._link.connect()
                     self.connected.set()
+                asked = time.monotonic()
                 if self._serve_one():
                     pace.busy()
                 else:
-                    time.sleep(pace.seconds(bool(self._runs)))
+                    time.sleep(pace.seconds(bool(self._runs), time.monotonic() - asked))
                 backoff.reset()
             except RunGone as error:
                 print(f"run gone: {error}", flush=True)
@@ -80,7 +81,7 @@ class Node(threading.Thread):
                 return
 
     def _serve_one(self) -> bool:
-        incoming = self._link.receive()
+        incoming = self._link.receive(WAIT)
         if incoming is None:
             return False
         request = incoming.request

@@ -34,7 +34,7 @@ from fedward_client.inflight import Inflight
 from fedward_client.journal import Journal, JournalError, Note
 from fedward_client.link import Incoming, Link, LinkDown, LinkRefused, Outgoing, RunGone, RunInfo, Ticket
 from fedward_client.membership import Membership, RosterPinned
-from fedward_client.pace import Backoff, Pace
+from fedward_client.pace import WAIT, Backoff, Pace
 from fedward_client.policy import Policy
 from fedward_client.session import Session, admit, note, parse_envelope, refuse
 from fedward_client.settings import NodeSettings
@@ -69,6 +69,12 @@ class _Papers:
 
     def bundle(self) -> bytes:
         return self.link.bundle(self.info)
+
+
+def _interrupt(link: Link, stop: threading.Event) -> None:
+    """A guard that is told to stop does not wait for the server's next message."""
+    stop.wait()
+    link.interrupt()
 
 
 class Guard:
@@ -106,6 +112,7 @@ class Guard:
         counter.start()
         backoff = Backoff()
         link = self._member.link(self._traffic)
+        threading.Thread(target=_interrupt, args=(link, stop), name="stop", daemon=True).start()
         try:
             while not stop.is_set():
                 try:
@@ -162,14 +169,15 @@ class Guard:
     def _receive(self, link: Link, stop: threading.Event) -> None:
         pace = Pace()
         while not stop.is_set():
+            asked = time.monotonic()
             try:
-                incoming = link.receive()
+                incoming = link.receive(WAIT)
             except (RunGone, RecordError) as void:
                 log.warning("a message is void: %s", void)
                 continue
             if incoming is None:
                 self._forget_quiet_runs()
-                stop.wait(pace.seconds(in_run=bool(self._sessions)))
+                stop.wait(pace.seconds(bool(self._sessions), time.monotonic() - asked))
                 continue
             pace.busy()
             self._inflight.add(incoming.ticket)

@@ -8,6 +8,7 @@ revoked it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Mapping
@@ -19,8 +20,8 @@ import grpc
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from fedward_common.errors import FedwardError
-from fedward_common.messages import Purpose, Reply, Request
-from fedward_common.records import assemble, message_to_request, release, reply_to_message
+from fedward_common.messages import WAIT_HEADER, Purpose, Reply, Request
+from fedward_common.records import assemble, deflate_once, message_to_request, release, reply_to_message
 from flwr.app import Message, Metadata, RecordDict
 from flwr.app.message import make_message, remove_content_from_message
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
@@ -40,6 +41,7 @@ from flwr.proto.run_pb2 import GetRunRequest
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.grpc import create_channel
 from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
     get_all_nested_objects,
     get_object_tree,
     no_object_id_recompute,
@@ -156,12 +158,15 @@ class Incoming:
 class Outgoing:
     """A message that is ready to leave. However often it is sent, it is the same one, and the server takes it once.
 
+    objects: its parts by Flower's object id, children first. ready: uploads of those of them that are made already.
     left: bytes of each call that it needs and that was not made yet, by object id ("": the announcement).
     size: bytes of them all, as long as no call is repeated; without the server's session id in each upload.
     """
 
     message: Message
     announcement: PushMessagesRequest
+    objects: dict[str, InflatableObject]
+    ready: dict[str, PushObjectRequest]
     left: dict[str, int]
     size: int
 
@@ -202,6 +207,9 @@ class Link:
         self._stub = FleetStub(self._channel)
         self._node = Node(node_id=flower_id or 0)
         self._closed = threading.Event()
+        self._interrupted = threading.Event()
+        self._waiting: Any = None
+        self._received: ConfirmMessageReceivedRequest | None = None
         self._heartbeat: threading.Thread | None = None
         self._refusal: LinkRefused | None = None
         self.bytes_down = 0
@@ -254,9 +262,10 @@ class Link:
                 self._refusal = refused
                 return
 
-    def receive(self) -> Incoming | None:
-        """The next request for this node, or None. Raises `RecordError` for a message that is no request of ours."""
-        received = self.receive_message()
+    def receive(self, wait: float = 0.0) -> Incoming | None:
+        """The next request for this node, or None if none comes within `wait` seconds (a server that is busy, or stock,
+        may answer at once). Raises `RecordError` for a message that is no request of ours."""
+        received = self.receive_message(wait)
         if received is None:
             return None
         message, metadata = received
@@ -264,21 +273,47 @@ class Link:
         release(message)
         return Incoming(request, Ticket.of(metadata, request))
 
-    def receive_message(self) -> tuple[Message, Metadata] | None:
+    def receive_message(self, wait: float = 0.0) -> tuple[Message, Metadata] | None:
         """The next message for this node, whatever it holds, with the metadata that an answer needs; or None."""
         if self._refusal is not None:
             raise self._refusal
-        response = self._call(self._stub.PullMessages, PullMessagesRequest(node=self._node))
+        self._confirm()
+        request = PullMessagesRequest(node=self._node)
+        pull = functools.partial(self._held, wait) if wait else self._stub.PullMessages
+        response = self._call(pull, request, wait + _SMALL)
         if not response.messages_list:
             return None
         envelope = message_from_proto(response.messages_list[0])
         run, message_id = envelope.metadata.run_id, envelope.metadata.message_id
         message = assemble(message_id, lambda object_id: self._pull(run, object_id))
-        self._call(
-            self._stub.ConfirmMessageReceived,
-            ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=message_id),
-        )
+        self._received = ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=message_id)
         return message, envelope.metadata
+
+    def _confirm(self) -> None:
+        """Let the server delete the message received last: its work has begun by now and does not wait for that."""
+        if self._received is not None:
+            request, self._received = self._received, None
+            self._call(self._stub.ConfirmMessageReceived, request)
+
+    def _held(self, wait: float, request: PullMessagesRequest, timeout: float) -> Any:
+        """Ask for messages and wait, until `interrupt`."""
+        call = self._stub.PullMessages.future(request, timeout=timeout, metadata=((WAIT_HEADER, str(wait)),))
+        self._waiting = call
+        if self._interrupted.is_set():
+            call.cancel()
+        try:
+            return call.result()
+        except grpc.FutureCancelledError:
+            raise LinkDown("interrupted") from None
+        finally:
+            self._waiting = None
+
+    def interrupt(self) -> None:
+        """End a `receive` that waits, and each that would."""
+        self._interrupted.set()
+        waiting = self._waiting
+        if waiting is not None:
+            waiting.cancel()
 
     def _pull(self, run: int, object_id: str) -> bytes:
         request = PullObjectRequest(node=self._node, run_id=run, object_id=object_id)
@@ -304,17 +339,24 @@ class Link:
     def pack_message(self, message: Message) -> Outgoing:
         """`pack` for a message."""
         with no_object_id_recompute():
+            contents = deflate_once(message.content.values())
             message.metadata.__dict__["_message_id"] = message.object_id
             announcement = PushMessagesRequest(
                 node=self._node,
                 messages_list=[message_to_proto(remove_content_from_message(message))],
                 message_object_trees=[get_object_tree(message)],
-                clientapp_runtime_list=[0.0],
             )
+            objects = get_all_nested_objects(message)
+            ready: dict[str, PushObjectRequest] = {}
             left = {"": announcement.ByteSize()}
-            for object_id, item in get_all_nested_objects(message).items():
-                left[object_id] = self._upload(message, object_id, item.deflate(), "").ByteSize()
-        return Outgoing(message, announcement, left, sum(left.values()))
+            for object_id, item in objects.items():
+                if object_id in contents:
+                    upload = ready[object_id] = self._upload(message, object_id, contents.pop(object_id))
+                else:
+                    # Large: it is made again when it is sent, so that one part at a time is in memory twice.
+                    upload = self._upload(message, object_id, item.deflate())
+                left[object_id] = upload.ByteSize()
+        return Outgoing(message, announcement, objects, ready, left, sum(left.values()))
 
     def send(self, outgoing: Outgoing) -> None:
         """Announce a message and upload its objects; each object is tried again on a passing error. After `LinkDown`
@@ -323,11 +365,10 @@ class Link:
         response = self._announce(outgoing.announcement, outgoing.left.pop("", 0))
         wanted = set(response.objects_to_push)
         with no_object_id_recompute():
-            objects = get_all_nested_objects(message)
-            for object_id in list(objects):
-                item = objects.pop(object_id)
+            for object_id, item in outgoing.objects.items():
                 if object_id in wanted:
-                    request = self._upload(message, object_id, item.deflate(), response.session_id)
+                    request = outgoing.ready.get(object_id) or self._upload(message, object_id, item.deflate())
+                    request.session_id = response.session_id
                     self._push_object(request, outgoing.left.pop(object_id, 0))
         self.drop(outgoing)
 
@@ -336,15 +377,16 @@ class Link:
         if outgoing.left:
             self.traffic.withhold(outgoing.sha256, sum(outgoing.left.values()))
             outgoing.left.clear()
+        outgoing.objects.clear()
+        outgoing.ready.clear()
         release(outgoing.message)
 
-    def _upload(self, message: Message, object_id: str, content: bytes, session: str) -> PushObjectRequest:
+    def _upload(self, message: Message, object_id: str, content: bytes) -> PushObjectRequest:
         return PushObjectRequest(
             node=self._node,
             run_id=message.metadata.run_id,
             object_id=object_id,
             object_content=content,
-            session_id=session,
         )
 
     def _push_object(self, request: PushObjectRequest, announced: int) -> None:

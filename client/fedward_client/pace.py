@@ -1,4 +1,8 @@
-"""How often an idle node asks the server for messages."""
+"""How often an idle node asks the server for messages.
+
+Our server holds a call until there is a message (`WAIT`), so that a node asks seldom and hears at once. A stock one, or
+one that holds many calls already, answers at once: then the node slows down by itself.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import random
 import time
 from collections.abc import Callable
 
+WAIT = 20.0
+"""Seconds for which a node asks the server to hold its call."""
 _FASTEST = 0.05
 _IN_RUN = 1.0
 _IDLE = 6.0
@@ -26,11 +32,11 @@ class Pace:
         """Something happened just now."""
         self._busy_at = self._clock()
 
-    def seconds(self, in_run: bool) -> float:
-        """Time to wait before the next poll."""
+    def seconds(self, in_run: bool, waited: float = 0.0) -> float:
+        """Time to wait before the next poll, after one that took `waited` seconds to find nothing."""
         quiet = self._clock() - self._busy_at
         wait = min(max(0.1 * quiet, _FASTEST), _IN_RUN if in_run else _IDLE)
-        return wait * random.uniform(0.8, 1.2)
+        return max(0.0, wait * random.uniform(0.8, 1.2) - waited)
 
 
 class Backoff:

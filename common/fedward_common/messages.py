@@ -13,6 +13,9 @@ from typing import Any
 
 from fedward_common.update import Vectors
 
+WAIT_HEADER = "fedward-wait"
+"""Header of a node's call for messages: seconds for which it is ready to wait for one."""
+
 
 class Purpose(StrEnum):
     """Why the server asks."""

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.supercore.constant import HEAD_BODY_DIVIDER
-from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.proto.recorddict_pb2 import ConfigRecord as ProtoConfigRecord
+from flwr.supercore.constant import HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER
+from flwr.supercore.inflatable.inflatable_object import (
+    _get_computed_object_ids,
+    get_object_head_values_from_object_content,
+    get_object_id,
+)
 from flwr.supercore.inflatable.inflatable_utils import inflatable_class_registry
 from google.protobuf.message import DecodeError
 
@@ -52,6 +57,7 @@ class RecordError(FedwardError):
 
 
 VectorRecord = ArrayRecord | ConfigRecord
+Record = ArrayRecord | ConfigRecord | MetricRecord
 
 
 def array_record(vectors: Vectors) -> ArrayRecord:
@@ -167,6 +173,36 @@ def assemble(message_id: str, pull: Callable[[str], bytes]) -> Message:
         raise RecordError(f"not a message: {type(message).__name__}")
     message.metadata.__dict__["_message_id"] = message_id
     return message
+
+
+def deflate_once(records: Iterable[Record]) -> dict[str, bytes]:
+    """Content by object id of each `ConfigRecord` among the records, for use within `no_object_id_recompute`: there
+    Flower knows its id from now on. Flower itself deflates a record for its id and once more to send it, copying it
+    six times on the way, which for 4 MB is as long as all else that it takes to send them."""
+    contents: dict[str, bytes] = {}
+    for record in {id(record): record for record in records if isinstance(record, ConfigRecord)}.values():
+        content = _deflated(record)
+        object_id = get_object_id(content)
+        vars(record)["_object_id"] = object_id
+        _get_computed_object_ids().add(object_id)
+        contents[object_id] = content
+    return contents
+
+
+def _deflated(record: ConfigRecord) -> bytes:
+    """`record.deflate()` of bytes and texts, in half as many copies."""
+    proto = ProtoConfigRecord()
+    for name, value in record.items():
+        item = proto.items.add(key=name)
+        if isinstance(value, bytes):
+            item.value.bytes = value
+        elif isinstance(value, str):
+            item.value.string = value
+        else:
+            return record.deflate()
+    body = proto.SerializeToString()
+    head = HEAD_VALUE_DIVIDER.join((ConfigRecord.__qualname__, "", str(len(body))))
+    return b"".join((head.encode(), HEAD_BODY_DIVIDER, body))
 
 
 def release(message: Message) -> None:

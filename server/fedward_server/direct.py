@@ -16,15 +16,15 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.servicer.runtime import runtime_handlers
 
-from fedward_server.superlink import tune_database
+from fedward_server import database
 
 
 class DirectRuntime:
     """The calls of Flower's `RuntimeHttpClient` that a transport needs, for the run with Flower's id `run_id`."""
 
-    def __init__(self, database: Path, run_id: int) -> None:
-        tune_database()
-        factory = LinkStateFactory(str(database), NoOpFederationManager(), ObjectStoreFactory(str(database)))
+    def __init__(self, file: Path, run_id: int) -> None:
+        database.use()
+        factory = LinkStateFactory(str(file), NoOpFederationManager(), ObjectStoreFactory(str(file)))
         self._state = factory.state()
         self._task = Task(run_id=run_id)
 

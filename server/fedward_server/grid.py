@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedward_common.records import (
     RecordError,
     VectorRecord,
     assemble,
+    deflate_once,
     message_to_reply,
     release,
     request_to_message,
@@ -30,7 +32,6 @@ from fedward_common.roster import Roster
 from fedward_common.update import Vector
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
-from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
@@ -44,16 +45,19 @@ from flwr.supercore.inflatable.inflatable_object import (
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import push_objects
 from flwr.supercore.protobuf.client import ProtobufRequestContext
 from flwr.superlink.grid import HttpGrid
 
 from fedward_server.direct import DirectRuntime
 from fedward_server.transport import Peer, never
 
-_FASTEST = 0.03
+_FASTEST = 0.02
 _SLOWEST = 0.25
+_SLOWDOWN = 1.2
+"""How much longer the next wait is where nothing came: a reply is then seen late by a fifth of its time at most."""
 _ONLINE_EVERY = 2.0
+_READ_AT_MOST = 16 * 2**20
+"""Bytes of replies that were read and still stand in the database."""
 _SERVER = Node(node_id=SUPERLINK_NODE_ID)
 
 
@@ -107,7 +111,7 @@ class _Arriving:
     name: str
     message_id: str
     next_try: float = 0.0
-    delay: float = 0.03
+    delay: float = _FASTEST
 
 
 class _Untying:
@@ -137,6 +141,7 @@ class FlowerTransport:
             self._client._interceptors = (*self._client._interceptors, _Untying())
         self._directory = directory
         self._flower_ids: dict[str, int] = {}
+        self._read = _Read(self._client, _run_id(grid)) if self._client is not None else None
         self._down = 0
         self._up = 0
 
@@ -190,9 +195,9 @@ class FlowerTransport:
         return _push_each(self._client, _run_id(self._grid), messages)
 
     def _pull(self, waiting: Mapping[str, str], over: Callable[[], bool]) -> Iterator[tuple[str, Message | Failure]]:
-        if self._client is None:
+        if self._read is None:
             return _pull_whole(self._grid, waiting, over)
-        return _pull_each(self._client, _run_id(self._grid), waiting, over, self._still_there)
+        return _pull_each(self._client, _run_id(self._grid), waiting, over, self._still_there, self._read)
 
     def _still_there(self, names: set[str]) -> set[str]:
         online = set(self._grid.get_node_ids())
@@ -235,12 +240,39 @@ def _pull_whole(
         for message in messages:
             open_ids.discard(message.metadata.reply_to_message_id)
             yield message.metadata.reply_to_message_id, message
-        delay = _FASTEST if messages else min(1.5 * delay, _SLOWEST)
+        delay = _FASTEST if messages else min(_SLOWDOWN * delay, _SLOWEST)
         time.sleep(delay)
 
 
+class _Read:
+    """Replies that were read and may be deleted from the server's database. That takes as long as reading them, and is
+    done while there is nothing else to do, or at once if much has come together."""
+
+    def __init__(self, client: Any, run_id: int) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._messages: deque[tuple[str, int]] = deque()
+        self._bytes = 0
+
+    def add(self, message_id: str, size: int) -> None:
+        self._messages.append((message_id, size))
+        self._bytes += size
+        while self._bytes > _READ_AT_MOST:
+            self.delete_one()
+
+    def delete_one(self) -> bool:
+        """Whether there was one."""
+        if not self._messages:
+            return False
+        message_id, size = self._messages.popleft()
+        self._bytes -= size
+        request = ConfirmMessageReceivedRequest(node=_SERVER, run_id=self._run_id, message_object_id=message_id)
+        self._client.ConfirmMessageReceived(request)
+        return True
+
+
 def _pull_each(
-    client: Any, run_id: int, waiting: Mapping[str, str], over: Callable[[], bool], still_there: Any
+    client: Any, run_id: int, waiting: Mapping[str, str], over: Callable[[], bool], still_there: Any, read: _Read
 ) -> Iterator[tuple[str, Message | Failure]]:
     """Replies one by one: a reply whose upload has not ended holds up no other."""
     announced: dict[str, _Arriving] = {}
@@ -259,10 +291,10 @@ def _pull_each(
         for request_id, arriving in list(announced.items()):
             if time.monotonic() < arriving.next_try:
                 continue
-            outcome = _try_pull(client, run_id, arriving.message_id)
+            outcome = _try_pull(client, run_id, arriving.message_id, read)
             if outcome is None:
                 arriving.next_try = time.monotonic() + arriving.delay
-                arriving.delay = min(2 * arriving.delay, _SLOWEST)
+                arriving.delay = min(_SLOWDOWN * arriving.delay, _SLOWEST)
                 continue
             progress = True
             del announced[request_id]
@@ -277,8 +309,8 @@ def _pull_each(
                 announced.pop(request_id, None)
                 open_ids.discard(request_id)
                 yield request_id, Failure(lost, "the node went offline or was revoked")
-        delay = _FASTEST if progress else min(1.5 * delay, _SLOWEST)
-        if open_ids:
+        delay = _FASTEST if progress else min(_SLOWDOWN * delay, _SLOWEST)
+        if open_ids and not (not progress and read.delete_one()):
             time.sleep(delay)
     for request_id in open_ids & set(announced):
         yield request_id, Failure(Reason.UPLOAD_LOST, "announced, but not uploaded by the deadline")
@@ -292,19 +324,23 @@ class _Lost(Exception):
     """An object will never come."""
 
 
-def _try_pull(client: Any, run_id: int, message_id: str) -> Message | Failure | None:
+def _try_pull(client: Any, run_id: int, message_id: str, read: _Read) -> Message | Failure | None:
     """The whole message, None if its upload goes on, or why it will never come.
 
     A sender pushes children before parents, so while the root (the message itself, tiny) is missing nothing large
     is fetched in vain.
     """
 
+    size = 0
+
     def pull(object_id: str) -> bytes:
+        nonlocal size
         response = client.PullObject(PullObjectRequest(node=_SERVER, run_id=run_id, object_id=object_id))
         if not response.object_found:
             raise _Lost("the upload was given up")
         if not response.object_available:
             raise _NotYet
+        size += len(response.object_content)
         return cast(bytes, response.object_content)
 
     try:
@@ -317,14 +353,14 @@ def _try_pull(client: Any, run_id: int, message_id: str) -> Message | Failure | 
         return Failure(Reason.BAD_UPDATE, str(error))
     except httpx.HTTPStatusError as error:
         return Failure(Reason.UPLOAD_LOST, f"HTTP {error.response.status_code}")
-    confirm = ConfirmMessageReceivedRequest(node=_SERVER, run_id=run_id, message_object_id=message_id)
-    client.ConfirmMessageReceived(confirm)
+    read.add(message_id, size)
     return message
 
 
 def _push_each(client: Any, run_id: int, messages: list[Message]) -> list[str]:
     """`Grid.push_messages` that serialises one chunk of tensors at a time, not the whole broadcast at once."""
     with no_object_id_recompute():
+        contents = deflate_once(record for message in messages for record in message.content.values())
         objects: dict[str, InflatableObject] = {}
         for message in messages:
             message.metadata.__dict__["_message_id"] = message.object_id
@@ -337,11 +373,11 @@ def _push_each(client: Any, run_id: int, messages: list[Message]) -> list[str]:
         )
         push = make_push_object_fn_protobuf(client.PushObject, _SERVER, run_id, response.session_id)
         wanted = set(response.objects_to_push)
-        for object_id in [object_id for object_id, item in objects.items() if isinstance(item, ArrayChunk)]:
-            chunk = objects.pop(object_id)
+        for object_id in list(objects):
+            item = objects.pop(object_id)
             if object_id in wanted:
-                push(object_id, chunk.deflate())
-        push_objects(objects, push, object_ids_to_push=wanted)
+                content = contents.pop(object_id) if object_id in contents else item.deflate()
+                push(object_id, content)
     for message in messages:
         release(message)
     return list(response.message_ids)

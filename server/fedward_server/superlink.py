@@ -7,30 +7,6 @@ import sys
 
 from fedward_server.paths import ServerPaths
 
-_BEFORE = (
-    # Before the first table: a tensor's chunk fills a quarter of the pages that it would by default.
-    ("page_size", "16384"),
-)
-_AFTER = (
-    # Ten uploads at once otherwise end in "database is locked" after Flower's 5 s.
-    ("busy_timeout", "60000"),
-    # 64 MiB. By default each chunk of tensors would bring a checkpoint and a wait for the disk.
-    ("wal_autocheckpoint", "4096"),
-    ("journal_size_limit", "67108864"),
-    # Tensors are read once: keep 4 MiB of pages a connection, not 64, and map nothing into memory.
-    ("cache_size", "-4096"),
-    ("mmap_size", "0"),
-)
-
-
-def tune_database() -> None:
-    """Add our settings to those with which Flower opens its database in this process; the last value counts."""
-    from flwr.supercore import sql_mixin
-    from flwr.supercore.constant import SQLITE_PRAGMAS
-
-    # Where Flower reads them; a listener of ours would run before its own and lose.
-    vars(sql_mixin)["SQLITE_PRAGMAS"] = (*_BEFORE, *SQLITE_PRAGMAS, *_AFTER)
-
 
 def arguments(paths: ServerPaths, fleet_port: int, control_port: int) -> list[str]:
     """The command line of `flower-superlink`."""
@@ -57,7 +33,10 @@ def main() -> None:
     os.umask(0o077)
     # A line for each poll of each node helps nobody; must be set before Flower's logger is made.
     os.environ.setdefault("FLWR_LOG_LEVEL", "WARNING")
-    tune_database()
+    from fedward_server import arrivals, database
+
+    database.use()
+    arrivals.use(paths.superlink_database)
     sys.argv = ["flower-superlink", *arguments(paths, settings.fleet_port, settings.control_port)]
     from flwr.superlink.cli.flower_superlink import flower_superlink
 

@@ -1,0 +1,154 @@
+"""Calls of nodes that are held until there is a message, in place of one call after the other.
+
+A node says in a header of its call for messages how long it is ready to wait. So a request reaches it some ten
+milliseconds after it was written, and an idle node costs three calls a minute. Stock SuperNodes say nothing and are
+answered at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fedward_common.messages import WAIT_HEADER
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
+from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
+from flwr.supercore.utils import int64_to_uint64
+
+log = logging.getLogger("fedward.arrivals")
+
+LONGEST = 30.0
+"""Seconds for which a call is held at most."""
+MOST = 600
+"""Calls held at one time: each keeps one of the server's 1000 threads, and uploads need some."""
+_LOOK = 0.015
+"""Seconds between two looks at the file's version: some microseconds each."""
+_CHECK = 5.0
+"""Seconds after which a held call is looked at again, should a wake-up have failed."""
+
+_WAITING = "SELECT DISTINCT dst_node_id FROM message_ins WHERE delivered_at = '' AND created_at + ttl > ?"
+_REVOKED = "SELECT COUNT(*) FROM node WHERE status = 'unregistered'"
+
+
+class Arrivals:
+    """Wakes who waits for a message in the SuperLink's database, whichever process wrote it."""
+
+    def __init__(self, database: Path) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._held: dict[int, threading.Event] = {}
+        self._anyone = threading.Event()
+        self._revocations = 0
+        threading.Thread(target=self._watch, name="arrivals", daemon=True).start()
+
+    def hold(
+        self,
+        node: int,
+        seconds: float,
+        look: Callable[[], PullMessagesResponse],
+        still_there: Callable[[], bool],
+    ) -> PullMessagesResponse:
+        """What `look` finds for the node, at once or within `seconds`. Nothing once a node was revoked meanwhile:
+        the next call tells the one whom it concerns; and nothing where the caller has gone, so that no message is
+        handed to a dead line."""
+        until = time.monotonic() + min(seconds, LONGEST)
+        revocations = self._revocations
+        with self._place(node) as woken:
+            found = look()
+            while woken is not None and not found.messages_list:
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                woken.wait(min(left, _CHECK))
+                woken.clear()
+                if self._revocations != revocations or not still_there():
+                    break
+                found = look()
+        return found
+
+    @contextlib.contextmanager
+    def _place(self, node: int) -> Iterator[threading.Event | None]:
+        """What wakes the node's call, or None if it cannot be held: too many are, or another call of the node is."""
+        with self._lock:
+            woken = None
+            if len(self._held) < MOST and node not in self._held:
+                woken = self._held[node] = threading.Event()
+                self._anyone.set()
+        try:
+            yield woken
+        finally:
+            if woken is not None:
+                with self._lock:
+                    del self._held[node]
+                    if not self._held:
+                        self._anyone.clear()
+
+    def _watch(self) -> None:
+        while True:
+            self._anyone.wait()
+            try:
+                with contextlib.closing(sqlite3.connect(self._database, timeout=60)) as connection:
+                    self._follow(connection)
+            except sqlite3.Error as error:
+                log.warning("the database cannot be watched, held calls look themselves: %s", error)
+                time.sleep(1.0)
+
+    def _follow(self, connection: sqlite3.Connection) -> None:
+        """Wake calls at each change, while calls are held."""
+        version = None
+        while self._anyone.is_set():
+            (now,) = connection.execute("PRAGMA data_version").fetchone()
+            if now != version:
+                version = now
+                self._wake(connection)
+            time.sleep(_LOOK)
+
+    def _wake(self, connection: sqlite3.Connection) -> None:
+        (revoked,) = connection.execute(_REVOKED).fetchone()
+        nodes = [int64_to_uint64(node) for (node,) in connection.execute(_WAITING, (time.time(),))]
+        with self._lock:
+            all_of_them = revoked != self._revocations
+            self._revocations = revoked
+            for event in list(self._held.values()) if all_of_them else filter(None, map(self._held.get, nodes)):
+                event.set()
+
+
+class PatientFleet(FleetServicer):
+    """Flower's Fleet API with held calls."""
+
+    arrivals: Arrivals
+
+    def PullMessages(self, request: PullMessagesRequest, context: Any) -> PullMessagesResponse:
+        """Flower's, for a node that waits."""
+
+        def look() -> PullMessagesResponse:
+            return FleetServicer.PullMessages(self, request, context)
+
+        seconds = _asked(context)
+        if seconds <= 0:
+            return look()
+        return self.arrivals.hold(request.node.node_id, seconds, look, context.is_active)
+
+
+def _asked(context: Any) -> float:
+    """Seconds for which the caller waits; 0 if it says nothing that is a number."""
+    for key, value in context.invocation_metadata():
+        if key == WAIT_HEADER:
+            with contextlib.suppress(ValueError):
+                return float(value)
+    return 0.0
+
+
+def use(database: Path) -> None:
+    """Have Flower serve its Fleet API so, before it is started."""
+    # By its full name: the package's attribute of that name is the function.
+    superlink = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    PatientFleet.arrivals = Arrivals(database)
+    vars(superlink)["FleetServicer"] = PatientFleet
