@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,8 +200,8 @@ class Link:
             interceptors=[
                 RuntimeVersionClientInterceptor(component_name="SuperNode"),
                 NodeAuthClientInterceptor(private, public),
-                # The last one sees the headers of all others.
-                _Headers(self.traffic),
+                # The last one sees the headers of all others, and the call before any of them waits for its end.
+                _Headers(self.traffic, self._started),
             ],
         )
         self._stub = FleetStub(self._channel)
@@ -297,16 +297,19 @@ class Link:
 
     def _held(self, wait: float, request: PullMessagesRequest, timeout: float) -> Any:
         """Ask for messages and wait, until `interrupt`."""
-        call = self._stub.PullMessages.future(request, timeout=timeout, metadata=((WAIT_HEADER, str(wait)),))
-        self._waiting = call
-        if self._interrupted.is_set():
-            call.cancel()
+        headers = ((WAIT_HEADER, str(wait)),)
         try:
-            return call.result()
+            return self._stub.PullMessages.future(request, timeout=timeout, metadata=headers).result()
         except grpc.FutureCancelledError:
             raise LinkDown("interrupted") from None
         finally:
             self._waiting = None
+
+    def _started(self, method: str, call: Any) -> None:
+        if method == "PullMessages":
+            self._waiting = call
+            if self._interrupted.is_set():
+                call.cancel()
 
     def interrupt(self) -> None:
         """End a `receive` that waits, and each that would."""
@@ -451,15 +454,19 @@ class Link:
 
 
 class _Headers(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Counts the headers of each call."""
+    """Counts the headers of each call, and tells of it as it starts."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: Traffic, started: Callable[[str, Any], None]) -> None:
         self._traffic = traffic
+        self._started = started
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        method = client_call_details.method.rsplit("/", 1)[-1]
         size = sum(len(key) + len(value) for key, value in client_call_details.metadata or ())
-        self._traffic.headers(client_call_details.method.rsplit("/", 1)[-1], size)
-        return continuation(client_call_details, request)
+        self._traffic.headers(method, size)
+        call = continuation(client_call_details, request)
+        self._started(method, call)
+        return call
 
 
 class _ActivationFailed(LinkDown):

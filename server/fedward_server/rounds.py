@@ -32,7 +32,7 @@ from fedward_server.selection import Members, Selection, draw
 from fedward_server.transport import Clock, Transport
 
 _ATTEMPTS = 2**20  # more than there can be attempts at one round in one epoch
-_FAREWELL = 30.0  # seconds for the nodes to answer FINISH; one that does not hear it loses nothing
+_FAREWELL = 10.0  # seconds for the nodes to answer FINISH; one that does not hear it loses nothing
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import weakref
 import numpy as np
 import pytest
 from fedward_common.messages import Purpose, Reply
-from fedward_common.records import RecordError, assemble, message_to_reply, release, reply_to_message
-from flwr.app import Metadata, RecordDict
+from fedward_common.records import RecordError, assemble, deflate_once, message_to_reply, release, reply_to_message
+from flwr.app import ConfigRecord, Metadata, RecordDict
 from flwr.app.message import make_message
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id, no_object_id_recompute
 
 
 def taken_apart(**vectors):
@@ -101,3 +101,30 @@ def test_a_released_message_keeps_nothing_and_the_reply_keeps_its_vectors():
         np.testing.assert_array_equal(reply.vectors["model"], np.ones(3_000_000))
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        ConfigRecord({"json": '{"a": "ü"}', "delta": bytes(range(256)) * 40, "empty": b""}),
+        ConfigRecord({"json": "", "n": 3, "x": [1.5, 2.5]}),
+        ConfigRecord({}),
+    ],
+)
+def test_deflated_once_is_what_flower_deflates(record):
+    content = record.deflate()
+    with no_object_id_recompute():
+        once = deflate_once([record, record])
+        assert once == {get_object_id(content): content}
+        # And Flower takes the id without deflating again.
+        record.__dict__["deflate"] = None
+        assert record.object_id == get_object_id(content)
+
+
+def test_a_record_that_has_changed_since_is_deflated_anew():
+    record = ConfigRecord({"delta": b"1"})
+    with no_object_id_recompute():
+        first = deflate_once([record])
+    record["delta"] = b"2"
+    with no_object_id_recompute():
+        assert record.object_id not in first
