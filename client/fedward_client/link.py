@@ -193,7 +193,8 @@ class Link:
         # The interceptor modules are loaded late in Flower's own code; this import keeps that order.
         from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
 
-        self._channel = create_channel(
+        self._open: Callable[[], grpc.Channel] = functools.partial(
+            create_channel,
             server_address=address,
             insecure=False,
             root_certificates=ca_pem,
@@ -204,7 +205,9 @@ class Link:
                 _Headers(self.traffic, self._started),
             ],
         )
+        self._channel = self._open()
         self._stub = FleetStub(self._channel)
+        self._silent = False
         self._node = Node(node_id=flower_id or 0)
         self._closed = threading.Event()
         self._interrupted = threading.Event()
@@ -222,8 +225,14 @@ class Link:
     def connect(self) -> int:
         """Activate the node and keep it alive; returns Flower's node id.
 
-        A session that a killed predecessor left open is ended first: its lease would last a minute.
+        A session that a killed predecessor left open is ended first: its lease would last a minute. After a call that
+        was never answered, the line is a new one: TCP tries a cut one again only after as long as it has been cut.
         """
+        if self._silent:
+            self._silent = False
+            old, self._channel = self._channel, self._open()
+            self._stub = FleetStub(self._channel)
+            old.close()
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
         try:
             response = self._call(self._stub.ActivateNode, request)
@@ -450,7 +459,14 @@ class Link:
         try:
             return call(request, timeout=seconds)
         except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._silent = True
             raise _translate(error) from error
+        except ValueError as error:
+            # Another thread has opened a new line meanwhile.
+            if "closed channel" not in str(error).lower() and "channel closed" not in str(error).lower():
+                raise
+            raise LinkDown(f"the line was given up: {error}") from error
 
 
 class _Headers(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]

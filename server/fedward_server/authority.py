@@ -23,7 +23,7 @@ from fedward_common.signing import generate, key_id, public_text, save_private
 from fedward_server.paths import ServerPaths
 from fedward_server.publication import ROSTER_NUMBER, authority_key, publish_roster
 from fedward_server.settings import Settings, load_settings, write_settings
-from fedward_server.store import Scientist, Store, add_audit, next_number
+from fedward_server.store import Scientist, Store, add_audit, next_number, scientists
 
 CA_LIFE = timedelta(days=3652)
 SERVER_LIFE = timedelta(days=365)
@@ -179,6 +179,21 @@ def add_scientist(paths: ServerPaths, settings: Settings, store: Store, name: st
         # Written inside: if the file cannot be written, nobody has been entered.
         authority = public_text(authority_key(paths))
         Credential(settings.url, paths.public_ca.read_text(), name, key, authority).save(path)
+    publish_roster(paths, settings, store)
+
+
+def remove_scientist(paths: ServerPaths, settings: Settings, store: Store, name: str) -> None:
+    """Take a data scientist off the roster: the credential starts nothing any more, here and on the nodes. Runs that it
+    started go on; `run stop` ends them. Raises `AuthorityError`."""
+    with store.transaction() as session:
+        found = session.get(Scientist, name)
+        if found is None:
+            known = ", ".join(one.name for one in scientists(session)) or "none"
+            raise AuthorityError(f"no data scientist is named {name!r}. There are: {known}.")
+        key = found.key_id
+        session.delete(found)
+        next_number(session, ROSTER_NUMBER)
+        add_audit(session, "server", "scientist_removed", name=name, key=key)
     publish_roster(paths, settings, store)
 
 

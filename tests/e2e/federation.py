@@ -93,10 +93,12 @@ class Process:
 
 @dataclass
 class Federation:
-    """One server and its nodes below `root`. authority: public key of one that signs the roster elsewhere."""
+    """One server and its nodes below `root`. authority: public key of one that signs the roster elsewhere. names: the
+    server's, for its certificate; nodes use the first."""
 
     root: Path
     authority: str = ""
+    names: tuple[str, ...] = ("localhost",)
     server: Process = field(init=False)
     nodes: dict[str, Process] = field(default_factory=dict)
 
@@ -104,7 +106,8 @@ class Federation:
         fleet, service, control = free_ports(3)
         self.state = self.root / "server"
         fedward(
-            "server", "init", "--dir", self.state, "--name", "localhost",
+            "server", "init", "--dir", self.state, "--name", self.names[0],
+            *(word for name in self.names[1:] for word in ("--san", name)),
             "--fleet-port", str(fleet), "--service-port", str(service), "--control-port", str(control),
             *(("--authority", self.authority) if self.authority else ()),
         )  # fmt: skip

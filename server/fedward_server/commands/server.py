@@ -24,6 +24,7 @@ from fedward_server.authority import (
     ca_sha256,
     init,
     open_server,
+    remove_scientist,
     server_certificate_end,
     write_server_certificate,
 )
@@ -276,5 +277,30 @@ def scientist_add(
     add_scientist(paths, settings, store, check_name(name), output)
     console.print(f"Credential for {name} written to {output}. Hand it over safely: it may start runs.")
     console.print(f"Public key   {public_text(Credential.load(output).key)}  (what sites compare before they approve)")
+    _tell_what_waits(paths, settings, store)
+    store.close()
+
+
+@scientist_app.command("list")
+def scientist_list(directory: Directory = None) -> None:
+    """Show who may start runs."""
+    _, store = open_server(server_paths(directory))
+    with store.transaction() as session:
+        table = Table("name", "public key", "since", box=None)
+        for one in scientists(session):
+            table.add_row(one.name, one.key, f"{datetime.fromtimestamp(one.created, UTC):%Y-%m-%d %H:%M} UTC")
+    console.print(table)
+    store.close()
+
+
+@scientist_app.command("remove")
+def scientist_remove(
+    name: Annotated[str, typer.Argument(help="name of the data scientist")], directory: Directory = None
+) -> None:
+    """Put a data scientist out: the credential starts no run any more. Runs under way go on."""
+    paths = server_paths(directory)
+    settings, store = open_server(paths)
+    remove_scientist(paths, settings, store, name)
+    console.print(f"{name} may start no more runs. What {name} started goes on: fedward run stop RUN ends it.")
     _tell_what_waits(paths, settings, store)
     store.close()

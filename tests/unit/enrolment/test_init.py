@@ -149,3 +149,19 @@ def test_settings_that_cannot_be(fields: dict[str, object], text: str) -> None:
 
 def test_ipv6_addresses_are_bracketed() -> None:
     assert Settings(name="::1").url == "https://[::1]:8443"
+
+
+def test_a_data_scientist_is_taken_off_the_roster(paths: ServerPaths, tmp_path: Path) -> None:
+    settings, store = open_server(paths)
+    authority.add_scientist(paths, settings, store, "bob", tmp_path / "bob.json")
+    bob = public_text(Credential.load(tmp_path / "bob.json").key)
+    with pytest.raises(AuthorityError, match=r"no data scientist is named 'eve'\. There are: admin, bob\."):
+        authority.remove_scientist(paths, settings, store, "eve")
+    assert bob in paths.roster.read_text()
+    authority.remove_scientist(paths, settings, store, "bob")
+    roster = paths.roster.read_text()
+    assert bob not in roster and '\\"version\\":3' in roster
+    # The name may be given again, with another key.
+    authority.add_scientist(paths, settings, store, "bob", tmp_path / "bob-2.json")
+    assert bob not in paths.roster.read_text()
+    store.close()
