@@ -19,10 +19,11 @@ from typing import Any
 import grpc
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from fedward_common import parcels
 from fedward_common.errors import FedwardError
 from fedward_common.messages import WAIT_HEADER, Purpose, Reply, Request
-from fedward_common.records import assemble, deflate_once, message_to_request, release, reply_to_message
-from flwr.app import Message, Metadata, RecordDict
+from fedward_common.records import RecordError, assemble, deflate_once, message_to_request, release, reply_to_message
+from flwr.app import ArrayRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message, remove_content_from_message
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
 from flwr.common.serde import fab_from_proto, message_from_proto, message_to_proto, run_from_proto
@@ -55,6 +56,7 @@ _SMALL = 15.0
 """Seconds for a call that carries no tensor."""
 _LARGE = 120.0
 """Seconds for a call that carries a chunk of one."""
+_PARCEL = "parcel"
 _PUSH_TRIES = 6
 _NO_SESSION = {ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, ApiErrorCode.FLEET_NODE_DEACTIVATION_FAILED}
 _RUN_OVER = {
@@ -158,7 +160,8 @@ class Incoming:
 class Outgoing:
     """A message that is ready to leave. However often it is sent, it is the same one, and the server takes it once.
 
-    objects: its parts by Flower's object id, children first. ready: uploads of those of them that are made already.
+    objects: its parts by Flower's object id, children first. parcel: the upload of them all at once, for a server that
+    takes it, if they are small. ready: uploads of one each that are made already.
     left: bytes of each call that it needs and that was not made yet, by object id ("": the announcement).
     size: bytes of them all, as long as no call is repeated; without the server's session id in each upload.
     """
@@ -166,6 +169,7 @@ class Outgoing:
     message: Message
     announcement: PushMessagesRequest
     objects: dict[str, InflatableObject]
+    parcel: PushObjectRequest | None
     ready: dict[str, PushObjectRequest]
     left: dict[str, int]
     size: int
@@ -208,6 +212,7 @@ class Link:
         self._channel = self._open()
         self._stub = FleetStub(self._channel)
         self._silent = False
+        self._parcels = False
         self._node = Node(node_id=flower_id or 0)
         self._closed = threading.Event()
         self._interrupted = threading.Event()
@@ -294,7 +299,8 @@ class Link:
             return None
         envelope = message_from_proto(response.messages_list[0])
         run, message_id = envelope.metadata.run_id, envelope.metadata.message_id
-        message = assemble(message_id, lambda object_id: self._pull(run, object_id))
+        objects = self._pull_parcel(run, message_id)
+        message = assemble(message_id, lambda object_id: objects.pop(object_id, None) or self._pull(run, object_id))
         self._received = ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=message_id)
         return message, envelope.metadata
 
@@ -327,12 +333,23 @@ class Link:
         if waiting is not None:
             waiting.cancel()
 
-    def _pull(self, run: int, object_id: str) -> bytes:
+    def _pull_parcel(self, run: int, message_id: str) -> dict[str, bytes]:
+        """The message's objects, or the first of them, as the server has them ready for one call."""
+        content = self._pull(run, message_id, ((parcels.HEADER, "1"),))
+        self._parcels = content.startswith(parcels.MAGIC)
+        if not self._parcels:
+            return {message_id: content}
+        try:
+            return parcels.unwrap(content)
+        except parcels.ParcelError as error:
+            raise RecordError(str(error)) from error
+
+    def _pull(self, run: int, object_id: str, headers: tuple[tuple[str, str], ...] = ()) -> bytes:
         request = PullObjectRequest(node=self._node, run_id=run, object_id=object_id)
         deadline = time.monotonic() + _LARGE
         delay = 0.02
         while True:
-            response = self._call(self._stub.PullObject, request, _LARGE)
+            response = self._call(functools.partial(self._stub.PullObject, metadata=headers), request, _LARGE)
             if not response.object_found:
                 raise RunGone(f"object {object_id[:12]} of run {run} is gone")
             if response.object_available:
@@ -359,23 +376,40 @@ class Link:
                 message_object_trees=[get_object_tree(message)],
             )
             objects = get_all_nested_objects(message)
-            ready: dict[str, PushObjectRequest] = {}
             left = {"": announcement.ByteSize()}
-            for object_id, item in objects.items():
+            ready: dict[str, PushObjectRequest] = {}
+            parcel = self._parcel(message, objects, contents)
+            if parcel is not None:
+                left[_PARCEL] = parcel.ByteSize()
+            for object_id, item in objects.items() if parcel is None else ():
                 if object_id in contents:
                     upload = ready[object_id] = self._upload(message, object_id, contents.pop(object_id))
                 else:
                     # Large: it is made again when it is sent, so that one part at a time is in memory twice.
                     upload = self._upload(message, object_id, item.deflate())
                 left[object_id] = upload.ByteSize()
-        return Outgoing(message, announcement, objects, ready, left, sum(left.values()))
+        return Outgoing(message, announcement, objects, parcel, ready, left, sum(left.values()))
+
+    def _parcel(
+        self, message: Message, objects: Mapping[str, InflatableObject], contents: dict[str, bytes]
+    ) -> PushObjectRequest | None:
+        """The upload of all objects at once, if the server knows what that is and they are small; takes `contents`."""
+        large = any(isinstance(record, ArrayRecord) for record in message.content.values())
+        if not self._parcels or large or sum(map(len, contents.values())) > parcels.LIMIT:
+            return None
+        whole = {name: contents.pop(name) if name in contents else item.deflate() for name, item in objects.items()}
+        return self._upload(message, message.metadata.message_id, parcels.wrap(whole))
 
     def send(self, outgoing: Outgoing) -> None:
-        """Announce a message and upload its objects; each object is tried again on a passing error. After `LinkDown`
+        """Announce a message and upload its objects; each upload is tried again on a passing error. After `LinkDown`
         the message may be sent once more."""
         message = outgoing.message
         response = self._announce(outgoing.announcement, outgoing.left.pop("", 0))
         wanted = set(response.objects_to_push)
+        if outgoing.parcel is not None and wanted == set(outgoing.objects):
+            outgoing.parcel.session_id = response.session_id
+            self._push_object(outgoing.parcel, outgoing.left.pop(_PARCEL, 0), ((parcels.HEADER, "1"),))
+            wanted.clear()
         with no_object_id_recompute():
             for object_id, item in outgoing.objects.items():
                 if object_id in wanted:
@@ -401,12 +435,16 @@ class Link:
             object_content=content,
         )
 
-    def _push_object(self, request: PushObjectRequest, announced: int) -> None:
-        """Upload one object, with retries. A server whose database was busy raises nothing: it says "not stored"."""
+    def _push_object(
+        self, request: PushObjectRequest, announced: int, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        """Upload one object or parcel, with retries. A server whose database was busy raises nothing: it says "not
+        stored"."""
         delay, unheard = 0.1, False
         for _ in range(_PUSH_TRIES):
             try:
-                stored = self._call(self._stub.PushObject, request, _LARGE, announced).stored
+                push = functools.partial(self._stub.PushObject, metadata=headers)
+                stored = self._call(push, request, _LARGE, announced).stored
             except LinkDown as error:
                 lost, unheard = error, True
             else:

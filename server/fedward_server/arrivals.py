@@ -8,18 +8,14 @@ answered at once.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from fedward_common.messages import WAIT_HEADER
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
-from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
+from flwr.proto.fleet_pb2 import PullMessagesResponse
 from flwr.supercore.utils import int64_to_uint64
 
 log = logging.getLogger("fedward.arrivals")
@@ -118,37 +114,3 @@ class Arrivals:
             self._revocations = revoked
             for event in list(self._held.values()) if all_of_them else filter(None, map(self._held.get, nodes)):
                 event.set()
-
-
-class PatientFleet(FleetServicer):
-    """Flower's Fleet API with held calls."""
-
-    arrivals: Arrivals
-
-    def PullMessages(self, request: PullMessagesRequest, context: Any) -> PullMessagesResponse:
-        """Flower's, for a node that waits."""
-
-        def look() -> PullMessagesResponse:
-            return FleetServicer.PullMessages(self, request, context)
-
-        seconds = _asked(context)
-        if seconds <= 0:
-            return look()
-        return self.arrivals.hold(request.node.node_id, seconds, look, context.is_active)
-
-
-def _asked(context: Any) -> float:
-    """Seconds for which the caller waits; 0 if it says nothing that is a number."""
-    for key, value in context.invocation_metadata():
-        if key == WAIT_HEADER:
-            with contextlib.suppress(ValueError):
-                return float(value)
-    return 0.0
-
-
-def use(database: Path) -> None:
-    """Have Flower serve its Fleet API so, before it is started."""
-    # By its full name: the package's attribute of that name is the function.
-    superlink = importlib.import_module("flwr.superlink.cli.flower_superlink")
-    PatientFleet.arrivals = Arrivals(database)
-    vars(superlink)["FleetServicer"] = PatientFleet

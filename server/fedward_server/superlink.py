@@ -33,10 +33,10 @@ def main() -> None:
     os.umask(0o077)
     # A line for each poll of each node helps nobody; must be set before Flower's logger is made.
     os.environ.setdefault("FLWR_LOG_LEVEL", "WARNING")
-    from fedward_server import arrivals, database
+    from fedward_server import database, fleet
 
     database.use()
-    arrivals.use(paths.superlink_database)
+    fleet.use(paths.superlink_database)
     sys.argv = ["flower-superlink", *arguments(paths, settings.fleet_port, settings.control_port)]
     from flwr.superlink.cli.flower_superlink import flower_superlink
 

@@ -23,6 +23,7 @@ USES_FLOWER = {
     "server/fedward_server/control.py",
     "server/fedward_server/database.py",
     "server/fedward_server/direct.py",
+    "server/fedward_server/fleet.py",
     "server/fedward_server/grid.py",
     "server/fedward_server/probe.py",
     "server/fedward_server/secure_sum.py",

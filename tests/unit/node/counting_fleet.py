@@ -17,6 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from fedward_common import parcels
 from flwr.app import Message
 from flwr.common.serde import message_to_proto
 from flwr.proto import fab_pb2, fleet_pb2, heartbeat_pb2, message_pb2, run_pb2
@@ -42,7 +43,7 @@ METHODS = {
 class Fleet:
     """received: bytes of requests and of the headers that a client's code set, by method. trouble: the error that a
     call ends in after it has arrived, or "". has: whether an object need not be uploaded; store: whether it could be
-    stored. arrived: called with each announcement."""
+    stored. arrived: called with each announcement. parcels: whether it knows what a parcel is."""
 
     def __init__(self, folder: Path) -> None:
         self.received: dict[str, int] = defaultdict(int)
@@ -50,6 +51,7 @@ class Fleet:
         self.waiting: list[Message] = []
         self.objects: dict[str, bytes] = {}
         self.announced: list[message_pb2.ObjectTree] = []
+        self.parcels = False
         self.trouble: Callable[[str], str] = lambda method: ""
         self.has: Callable[[str], bool] = lambda object_id: False
         self.store: Callable[[str], bool] = lambda object_id: True
@@ -101,7 +103,8 @@ class Fleet:
             error = self.trouble(name)
             if error:
                 context.abort(grpc.StatusCode.INTERNAL, error)
-            return getattr(self, f"_{name}")(request)
+            parcel = self.parcels and (parcels.HEADER, "1") in headers
+            return getattr(self, f"_{name}{'Parcel' if parcel else ''}")(request)
 
         return grpc.unary_unary_rpc_method_handler(answer, parse, lambda response: response.SerializeToString())
 
@@ -123,6 +126,11 @@ class Fleet:
         content = self._give[request.object_id]
         return message_pb2.PullObjectResponse(object_found=True, object_available=True, object_content=content)
 
+    def _PullObjectParcel(self, request: Any) -> Any:
+        # All that there is: the message's own objects come last.
+        content = parcels.wrap(self._give)
+        return message_pb2.PullObjectResponse(object_found=True, object_available=True, object_content=content)
+
     def _ConfirmMessageReceived(self, request: Any) -> Any:
         return message_pb2.ConfirmMessageReceivedResponse()
 
@@ -138,6 +146,15 @@ class Fleet:
         stored = self.store(request.object_id)
         if stored:
             self.objects[request.object_id] = request.object_content
+        return message_pb2.PushObjectResponse(stored=stored)
+
+    def _PushObjectParcel(self, request: Any) -> Any:
+        objects = parcels.unwrap(request.object_content)
+        for object_id, content in objects.items():
+            assert object_id == hashlib.sha256(content).hexdigest()
+        stored = all(self.store(object_id) for object_id in objects)
+        if stored:
+            self.objects |= objects
         return message_pb2.PushObjectResponse(stored=stored)
 
     def _GetRun(self, request: Any) -> Any:

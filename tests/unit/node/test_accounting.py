@@ -117,6 +117,41 @@ def test_without_trouble(fleet: Fleet, node: Node) -> None:
     assert 0 < headers < 500 * uploads
 
 
+def test_a_server_that_takes_parcels(fleet: Fleet, node: Node) -> None:
+    fleet.parcels = True
+    fleet.offer(request_to_message(Request(Purpose.TRAIN, "r", 1, vectors={"model": noise(10_000)}), NODE, 600.0))
+    received = node.link.receive()
+    assert received is not None and np.array_equal(received.request.vectors["model"], noise(10_000))
+    assert node.link.receive() is None
+    assert fleet.calls["PullObject"] == 1
+
+    node.answer(1, delta=noise(10_000))
+    assert fleet.calls["PushObject"] == 1
+    # What is large goes in parts, and so does what the server has in part already.
+    node.answer(2, delta=noise(1_500_000))
+    alone = fleet.calls["PushObject"]
+    fleet.has = lambda object_id: object_id[0] in "01234567"
+    for i in range(8):
+        node.answer(3 + i, delta=noise(100 + i))
+    assert alone > 2 and fleet.calls["PushObject"] > alone
+    for tree in fleet.announced:
+        assert {name for name in ids(tree) if not fleet.has(name)} <= set(fleet.objects)
+    arrived(fleet, node.stop())
+
+
+def test_a_parcel_whose_arrival_is_not_heard_of(fleet: Fleet, node: Node) -> None:
+    fleet.parcels = True
+    fleet.offer(request_to_message(Request(Purpose.TRAIN, "r", 1), NODE, 600.0))
+    assert node.link.receive() is not None
+    refusals = [False, False]
+    fleet.store = lambda object_id: refusals.pop() if refusals else True
+    node.answer(1, delta=noise(100))
+    assert fleet.calls["PushObject"] == 3
+    report = node.stop()
+    arrived(fleet, report)
+    assert report.withheld == 0
+
+
 def test_a_database_that_is_busy(fleet: Fleet, node: Node) -> None:
     failures = {"PushMessages": 2, "PushObject": 3}
     refusals = [False, False]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fedward_server import arrivals
-from fedward_server.arrivals import Arrivals, PatientFleet
+from fedward_server.arrivals import Arrivals
 from flwr.proto.fleet_pb2 import PullMessagesResponse
 from flwr.proto.message_pb2 import Message
-from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
 from flwr.supercore.state.schema.linkstate_tables import create_linkstate_metadata
 from flwr.supercore.utils import uint64_to_int64
 from sqlalchemy import create_engine
@@ -145,27 +142,3 @@ def test_no_more_calls_are_held_than_threads_allow(
     # A place that has become free is given again.
     _, seconds = timed(lambda: found.hold(2, 0.5, database.look, lambda: True))
     assert seconds >= 0.5
-
-
-@pytest.fixture
-def fleet(database: Database, found: Arrivals, monkeypatch: pytest.MonkeyPatch) -> Iterator[PatientFleet]:
-    monkeypatch.setattr(PatientFleet, "arrivals", found, raising=False)
-    monkeypatch.setattr(FleetServicer, "PullMessages", lambda self, request, context: database.look())
-    yield PatientFleet.__new__(PatientFleet)
-
-
-@pytest.mark.parametrize(
-    ("headers", "held"), [((), 0.0), ((("fedward-wait", "0.4"),), 0.4), ((("fedward-wait", "x"),), 0.0)]
-)
-def test_only_who_says_so_waits(fleet: PatientFleet, headers: Any, held: float) -> None:
-    request = SimpleNamespace(node=SimpleNamespace(node_id=NODE))
-    context = SimpleNamespace(invocation_metadata=lambda: headers, is_active=lambda: True)
-    _, seconds = timed(lambda: fleet.PullMessages(request, context))  # type: ignore[arg-type]
-    assert held <= seconds < held + 0.3
-
-
-def test_flowers_superlink_serves_it() -> None:
-    import importlib
-
-    superlink = importlib.import_module("flwr.superlink.cli.flower_superlink")
-    assert hasattr(superlink, "FleetServicer"), "Flower takes its servicer from elsewhere now"
