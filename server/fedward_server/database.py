@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from flwr.supercore.date import now
 from flwr.supercore.object_store import object_store_factory
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.supercore.sql_mixin import SqlMixin
-from flwr.supercore.state.schema.linkstate_models import MessageIns
+from flwr.supercore.state.schema.linkstate_models import MessageIns, MessageRes
 from flwr.supercore.utils import uint64_to_int64
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -85,6 +85,14 @@ class LinkState(InTurn, SqlLinkState):
             if session.scalar(waiting.limit(1)) is None:
                 return []
         return super()._claim_message_ins_rows(node_id, limit, run_id)
+
+    def has_reply(self, requests: Sequence[str]) -> bool:
+        """Whether a reply to one of the messages with these ids waits to be pulled."""
+        waiting = select(MessageRes.message_id).where(
+            MessageRes.reply_to_message_id.in_(requests), MessageRes.delivered_at == ""
+        )
+        with self.session() as session:
+            return session.scalar(waiting.limit(1)) is not None
 
     def store_traffic(self, run_id: int, *, bytes_sent: int, bytes_recv: int) -> None:
         """Nothing: Fedward counts a run's bytes itself, and shows its own count."""
