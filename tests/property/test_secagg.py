@@ -354,6 +354,8 @@ class Play:
         if stage not in ("delivery", "survivors", "request"):
             return [data]
         cut = (self.schedule.n + 7) // 8
+        if len(data) < (2 * cut if stage == "request" else cut):
+            return [data]  # cut short before: there is no set to change
         node = x.a % self.schedule.n
         flipped = bytearray(data[:cut])
         flipped[node // 8] ^= 0x80 >> node % 8
@@ -361,7 +363,10 @@ class Play:
         if stage == "request":
             dropped = bytearray(data[cut : 2 * cut])
             dropped[node // 8] ^= 0x80 >> node % 8
-            shown = entries_from_bytes(data[2 * cut :], SIGNATURE)
+            try:
+                shown = entries_from_bytes(data[2 * cut :], SIGNATURE)
+            except MessageError:
+                return [data]  # cut or changed before: no signatures either
             for colluder in range(1, self.schedule.colluders + 1):
                 client = self.clients.get(colluder)
                 if client is not None and client._sharers_bytes:

@@ -115,7 +115,7 @@ def choose(n: int, dropout: float, corrupt: float, semi_malicious: bool = True) 
         raise NoProtection(
             f"of {n} nodes {n - survivors} may drop out, but {quorum} must stay to agree on who survived (more than "
             f"half of the cohort and of the {colluders} that may sign twice): a round that lost so many could not be "
-            f"unmasked. Allow {n - quorum} drop-outs at most, lower corrupt, or bring in more nodes."
+            f"unmasked. Let at most {n - quorum} drop out, lower corrupt, or bring in more nodes."
         )
     sparse = None if n <= COMPLETE_UP_TO else _sparse(n, colluders, n - survivors, semi_malicious)
     if sparse is None:

@@ -155,7 +155,8 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
         line("secure sum", "off: the server sees each node's update, weight and metrics")
     else:
         graph = "all with all" if secure.complete else f"{secure.holders} neighbours a node (k)"
-        survives = f"survives {secure.n - secure.survivors} drop-outs and {secure.colluders} colluding nodes"
+        lost, colluding = secure.n - secure.survivors, secure.colluders
+        survives = f"survives {_count(lost, 'drop-out')} and {_count(colluding, 'colluding node')}"
         line("secure sum", f"{secure.n} nodes, {graph}, threshold {secure.threshold} (t): {survives} a round")
     if config.evaluation.every:
         every = "every round" if config.evaluation.every == 1 else f"every {config.evaluation.every} rounds"
@@ -174,3 +175,7 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
                 "warning",
                 f"that is over cohort.deadline = {config.cohort.deadline:g} s: no reply would be in time",
             )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
