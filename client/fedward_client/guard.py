@@ -123,6 +123,8 @@ class Guard:
                     self._tell_standing()
                     self._serve(link, stop)
                 except LinkDown as down:
+                    if stop.is_set():
+                        break
                     wait = backoff.seconds()
                     self._status.write(state="disconnected", reason=str(down))
                     log.warning("server not reachable (%s); trying again in %.1f s", down, wait)

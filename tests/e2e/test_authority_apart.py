@@ -26,13 +26,16 @@ name = "fedavg"
 lr = 0.1
 steps = 5
 
+[secure_sum]
+enabled = false
+
 [cohort]
 quorum = 2
 min_nodes = 2
 wait = 180
 deadline = 60
 """
-LAX = "approved_bundles_only = false\n"
+LAX = "approved_bundles_only = false\nrequire_secure_sum = false\n"
 
 
 @pytest.fixture
