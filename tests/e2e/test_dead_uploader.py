@@ -68,10 +68,12 @@ class HalfLink(Link):
 
     breaks = False
 
-    def _push_object(self, request: PushObjectRequest, announced: int) -> None:
+    def _push_object(
+        self, request: PushObjectRequest, announced: int, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         if self.breaks:
             raise Announced
-        super()._push_object(request, announced)
+        super()._push_object(request, announced, headers)
 
     def vanish(self) -> None:
         """What a killed process leaves: no farewell, no more heartbeats."""
