@@ -169,9 +169,9 @@ def test_counts_are_those_of_the_decimal_fraction(
         (10, 0.1, -1, "corrupt is -1"),
         (3, 0.34, 0.34, "one honest node"),
         (5, 0.4, 0.4, "one honest node"),
-        (10, 0.4, 0.2, "of 10 nodes 4 may drop out, but 7 must stay.*Allow 3 drop-outs"),
-        (1000, 0.4, 0.3, "of 1000 nodes 400 may drop out, but 651 must stay.*Allow 349 drop-outs"),
-        (6, 0.34, 0.34, "of 6 nodes 2 may drop out, but 5 must stay.*Allow 1 drop-outs"),
+        (10, 0.4, 0.2, "of 10 nodes 4 may drop out, but 7 must stay.*Let at most 3 drop out"),
+        (1000, 0.4, 0.3, "of 1000 nodes 400 may drop out, but 651 must stay.*Let at most 349 drop out"),
+        (6, 0.34, 0.34, "of 6 nodes 2 may drop out, but 5 must stay.*Let at most 1 drop out"),
     ],
 )
 def test_refusals(n: int, dropout: float, corrupt: float, reason: str) -> None:
