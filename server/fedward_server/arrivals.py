@@ -26,8 +26,6 @@ MOST = 600
 """Calls held at one time: each keeps one of the server's 1000 threads, and uploads need some."""
 _LOOK = 0.015
 """Seconds between two looks at the file's version: some microseconds each."""
-_CHECK = 5.0
-"""Seconds after which a held call is looked at again, should a wake-up have failed."""
 
 _WAITING = "SELECT DISTINCT dst_node_id FROM message_ins WHERE delivered_at = '' AND created_at + ttl > ?"
 _REVOKED = "SELECT COUNT(*) FROM node WHERE status = 'unregistered'"
@@ -52,36 +50,40 @@ class Arrivals:
         still_there: Callable[[], bool],
     ) -> PullMessagesResponse:
         """What `look` finds for the node, at once or within `seconds`. Nothing once a node was revoked meanwhile:
-        the next call tells the one whom it concerns; and nothing where the caller has gone, so that no message is
-        handed to a dead line."""
+        the next call tells the one whom it concerns; and nothing where the caller has gone or the node has called
+        anew, so that no message is handed to a dead line."""
         until = time.monotonic() + min(seconds, LONGEST)
         revocations = self._revocations
         with self._place(node) as woken:
             found = look()
             while woken is not None and not found.messages_list:
-                left = until - time.monotonic()
-                if left <= 0:
+                # Nobody looks in vain: what was written wakes, and so does a watch that has failed.
+                if not woken.wait(max(0.0, until - time.monotonic())):
                     break
-                woken.wait(min(left, _CHECK))
                 woken.clear()
-                if self._revocations != revocations or not still_there():
+                if self._revocations != revocations or self._held.get(node) is not woken or not still_there():
                     break
                 found = look()
         return found
 
     @contextlib.contextmanager
     def _place(self, node: int) -> Iterator[threading.Event | None]:
-        """What wakes the node's call, or None if it cannot be held: too many are, or another call of the node is."""
+        """What wakes the node's call, or None if too many are held. An older call of the node is ended: its line may
+        have been cut, which the server hears of late or never."""
+        woken = threading.Event()
         with self._lock:
-            woken = None
-            if len(self._held) < MOST and node not in self._held:
-                woken = self._held[node] = threading.Event()
+            older = self._held.get(node)
+            room = older is not None or len(self._held) < MOST
+            if room:
+                self._held[node] = woken
                 self._anyone.set()
+        if older is not None:
+            older.set()
         try:
-            yield woken
+            yield woken if room else None
         finally:
-            if woken is not None:
-                with self._lock:
+            with self._lock:
+                if self._held.get(node) is woken:
                     del self._held[node]
                     if not self._held:
                         self._anyone.clear()
@@ -94,6 +96,9 @@ class Arrivals:
                     self._follow(connection)
             except sqlite3.Error as error:
                 log.warning("the database cannot be watched, held calls look themselves: %s", error)
+                with self._lock:
+                    for event in self._held.values():
+                        event.set()
                 time.sleep(1.0)
 
     def _follow(self, connection: sqlite3.Connection) -> None:

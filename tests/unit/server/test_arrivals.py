@@ -142,3 +142,39 @@ def test_no_more_calls_are_held_than_threads_allow(
     # A place that has become free is given again.
     _, seconds = timed(lambda: found.hold(2, 0.5, database.look, lambda: True))
     assert seconds >= 0.5
+
+
+def test_a_node_that_calls_anew_gets_its_messages_there(database: Database, found: Arrivals) -> None:
+    old: list[PullMessagesResponse] = []
+    # Its line is cut, which the server does not know: still_there says yes.
+    calling = threading.Thread(target=lambda: old.append(found.hold(NODE, 20.0, database.look, lambda: True)))
+    calling.start()
+    time.sleep(0.2)
+    later(0.3, database.message)
+    answer, seconds = timed(lambda: found.hold(NODE, 20.0, database.look, lambda: True))
+    assert answer == SOMETHING and 0.25 < seconds < 2.0
+    calling.join(2.0)
+    assert old == [NOTHING]
+
+
+def test_an_idle_call_looks_once(database: Database, found: Arrivals) -> None:
+    looks: list[float] = []
+
+    def look() -> PullMessagesResponse:
+        looks.append(time.monotonic())
+        return NOTHING
+
+    found.hold(NODE, 6.5, look, lambda: True)
+    assert len(looks) == 1
+
+
+def test_a_watch_that_fails_wakes_who_waits(
+    database: Database, found: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Arrivals, connection: sqlite3.Connection) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(Arrivals, "_wake", broken)
+    later(0.3, database.message)
+    answer, seconds = timed(lambda: found.hold(NODE, 20.0, database.look, lambda: True))
+    assert answer == SOMETHING and seconds < 4.0
