@@ -33,7 +33,7 @@ from fedward_common.secagg.packing import PackingError, pack, unpack
 from fedward_common.secagg.server import Aborted, Rejected, Server
 from fedward_common.secagg.terms import Terms, survivors_statement
 from fedward_common.summand import Group, Shape, WrongSum, decode
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, given, seed, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -335,7 +335,7 @@ class Play:
                 return []
             case "cut":
                 return [data[: x.a % (len(data) + 1)]]
-            case "flip":
+            case "flip" if data:
                 changed = bytearray(data)
                 changed[x.a % len(data)] ^= 1 << x.b % 8
                 return [bytes(changed)]
@@ -401,7 +401,7 @@ def test_the_same_where_nodes_draw_their_neighbours(schedule: Schedule) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(10))
-@settings(max_examples=1000, deadline=None, suppress_health_check=QUIET)
-@given(data=st.data())
-def test_ten_thousand_schedules(part: int, data: st.DataObject) -> None:
-    play(data.draw(schedules(EVERY_SIZE)))
+def test_ten_thousand_schedules(part: int) -> None:
+    """Other schedules in every run, except where runs must be alike (CI): ten thousand that stay the same."""
+    sought = settings(max_examples=1000, deadline=None, suppress_health_check=QUIET)(given(schedules(EVERY_SIZE))(play))
+    (seed(part)(sought) if settings().derandomize else sought)()
