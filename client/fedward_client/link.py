@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from fedward_common import parcels
 from fedward_common.errors import FedwardError
 from fedward_common.messages import WAIT_HEADER, Purpose, Reply, Request
-from fedward_common.records import RecordError, assemble, deflate_once, message_to_request, release, reply_to_message
-from flwr.app import ArrayRecord, Message, Metadata, RecordDict
+from fedward_common.records import assemble, deflate_once, message_to_request, release, reply_to_message
+from flwr.app import Message, Metadata, RecordDict
 from flwr.app.message import make_message, remove_content_from_message
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
 from flwr.common.serde import fab_from_proto, message_from_proto, message_to_proto, run_from_proto
@@ -55,8 +55,7 @@ from fedward_client.traffic import Traffic
 _SMALL = 15.0
 """Seconds for a call that carries no tensor."""
 _LARGE = 120.0
-"""Seconds for a call that carries a chunk of one."""
-_PARCEL = "parcel"
+"""Seconds for a call that may carry some megabytes."""
 _PUSH_TRIES = 6
 _NO_SESSION = {ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, ApiErrorCode.FLEET_NODE_DEACTIVATION_FAILED}
 _RUN_OVER = {
@@ -160,8 +159,8 @@ class Incoming:
 class Outgoing:
     """A message that is ready to leave. However often it is sent, it is the same one, and the server takes it once.
 
-    objects: its parts by Flower's object id, children first. parcel: the upload of them all at once, for a server that
-    takes it, if they are small. ready: uploads of one each that are made already.
+    objects: its parts by Flower's object id, children first, where each is an upload of its own: a small message's go
+    with the announcement, to a server that takes that. ready: uploads that are made already.
     left: bytes of each call that it needs and that was not made yet, by object id ("": the announcement).
     size: bytes of them all, as long as no call is repeated; without the server's session id in each upload.
     """
@@ -169,7 +168,6 @@ class Outgoing:
     message: Message
     announcement: PushMessagesRequest
     objects: dict[str, InflatableObject]
-    parcel: PushObjectRequest | None
     ready: dict[str, PushObjectRequest]
     left: dict[str, int]
     size: int
@@ -291,16 +289,21 @@ class Link:
         """The next message for this node, whatever it holds, with the metadata that an answer needs; or None."""
         if self._refusal is not None:
             raise self._refusal
+        if self._interrupted.is_set():
+            raise LinkDown("interrupted")
         self._confirm()
         request = PullMessagesRequest(node=self._node)
-        pull = functools.partial(self._held, wait) if wait else self._stub.PullMessages
-        response = self._call(pull, request, wait + _SMALL)
+        response = self._call(functools.partial(self._ask, wait), request, wait + _LARGE)
         if not response.messages_list:
             return None
+        objects = parcels.take(response.messages_list[0])
         envelope = message_from_proto(response.messages_list[0])
         run, message_id = envelope.metadata.run_id, envelope.metadata.message_id
-        objects = self._pull_parcel(run, message_id)
-        message = assemble(message_id, lambda object_id: objects.pop(object_id, None) or self._pull(run, object_id))
+        self._parcels = self._parcels or bool(objects)
+        if objects:
+            self.bytes_down += sum(map(len, objects.values()))
+            return assemble(message_id, objects.__getitem__), envelope.metadata
+        message = assemble(message_id, functools.partial(self._pull, run))
         self._received = ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=message_id)
         return message, envelope.metadata
 
@@ -312,13 +315,13 @@ class Link:
             with contextlib.suppress(RunGone):
                 self._call(self._stub.ConfirmMessageReceived, request)
 
-    def _held(self, wait: float, request: PullMessagesRequest, timeout: float) -> Any:
-        """Ask for messages and wait, until `interrupt`."""
-        headers = ((WAIT_HEADER, str(wait)),)
+    def _ask(self, wait: float, request: PullMessagesRequest, timeout: float) -> Any:
+        """Ask for messages and wait for one, until `interrupt`."""
+        headers = ((parcels.HEADER, "1"), (WAIT_HEADER, str(wait)))
         try:
             return self._stub.PullMessages.future(request, timeout=timeout, metadata=headers).result()
         except grpc.FutureCancelledError:
-            raise LinkDown("interrupted") from None
+            raise LinkDown("interrupted, or the line is silent") from None
         finally:
             self._waiting = None
 
@@ -331,27 +334,19 @@ class Link:
     def interrupt(self) -> None:
         """End a `receive` that waits, and each that would."""
         self._interrupted.set()
+        self._end_wait()
+
+    def _end_wait(self) -> None:
         waiting = self._waiting
         if waiting is not None:
             waiting.cancel()
 
-    def _pull_parcel(self, run: int, message_id: str) -> dict[str, bytes]:
-        """The message's objects, or the first of them, as the server has them ready for one call."""
-        content = self._pull(run, message_id, ((parcels.HEADER, "1"),))
-        self._parcels = content.startswith(parcels.MAGIC)
-        if not self._parcels:
-            return {message_id: content}
-        try:
-            return parcels.unwrap(content)
-        except parcels.ParcelError as error:
-            raise RecordError(str(error)) from error
-
-    def _pull(self, run: int, object_id: str, headers: tuple[tuple[str, str], ...] = ()) -> bytes:
+    def _pull(self, run: int, object_id: str) -> bytes:
         request = PullObjectRequest(node=self._node, run_id=run, object_id=object_id)
         deadline = time.monotonic() + _LARGE
         delay = 0.02
         while True:
-            response = self._call(functools.partial(self._stub.PullObject, metadata=headers), request, _LARGE)
+            response = self._call(self._stub.PullObject, request, _LARGE)
             if not response.object_found:
                 raise RunGone(f"object {object_id[:12]} of run {run} is gone")
             if response.object_available:
@@ -372,35 +367,26 @@ class Link:
         with no_object_id_recompute():
             contents = deflate_once(message.content.values())
             message.metadata.__dict__["_message_id"] = message.object_id
-            announcement = PushMessagesRequest(
-                node=self._node,
-                messages_list=[message_to_proto(remove_content_from_message(message))],
-                message_object_trees=[get_object_tree(message)],
-            )
             objects = get_all_nested_objects(message)
-            left = {"": announcement.ByteSize()}
+            announcement = PushMessagesRequest(
+                node=self._node, messages_list=[message_to_proto(remove_content_from_message(message))]
+            )
             ready: dict[str, PushObjectRequest] = {}
-            parcel = self._parcel(message, objects, contents)
-            if parcel is not None:
-                left[_PARCEL] = parcel.ByteSize()
-            for object_id, item in objects.items() if parcel is None else ():
+            if self._parcels and parcels.fits(message, contents):
+                whole = {name: contents.get(name) or item.deflate() for name, item in objects.items()}
+                parcels.fill(announcement.messages_list[0], whole)
+                objects = {}
+            else:
+                announcement.message_object_trees.append(get_object_tree(message))
+            left = {"": announcement.ByteSize()}
+            for object_id, item in objects.items():
                 if object_id in contents:
                     upload = ready[object_id] = self._upload(message, object_id, contents.pop(object_id))
                 else:
                     # Large: it is made again when it is sent, so that one part at a time is in memory twice.
                     upload = self._upload(message, object_id, item.deflate())
                 left[object_id] = upload.ByteSize()
-        return Outgoing(message, announcement, objects, parcel, ready, left, sum(left.values()))
-
-    def _parcel(
-        self, message: Message, objects: Mapping[str, InflatableObject], contents: dict[str, bytes]
-    ) -> PushObjectRequest | None:
-        """The upload of all objects at once, if the server knows what that is and they are small; takes `contents`."""
-        large = any(isinstance(record, ArrayRecord) for record in message.content.values())
-        if not self._parcels or large or sum(map(len, contents.values())) > parcels.LIMIT:
-            return None
-        whole = {name: contents.pop(name) if name in contents else item.deflate() for name, item in objects.items()}
-        return self._upload(message, message.metadata.message_id, parcels.wrap(whole))
+        return Outgoing(message, announcement, objects, ready, left, sum(left.values()))
 
     def send(self, outgoing: Outgoing) -> None:
         """Announce a message and upload its objects; each upload is tried again on a passing error. After `LinkDown`
@@ -408,10 +394,6 @@ class Link:
         message = outgoing.message
         response = self._announce(outgoing.announcement, outgoing.left.pop("", 0))
         wanted = set(response.objects_to_push)
-        if outgoing.parcel is not None and wanted == set(outgoing.objects):
-            outgoing.parcel.session_id = response.session_id
-            self._push_object(outgoing.parcel, outgoing.left.pop(_PARCEL, 0), ((parcels.HEADER, "1"),))
-            wanted.clear()
         with no_object_id_recompute():
             for object_id, item in outgoing.objects.items():
                 if object_id in wanted:
@@ -427,6 +409,7 @@ class Link:
             outgoing.left.clear()
         outgoing.objects.clear()
         outgoing.ready.clear()
+        outgoing.announcement.Clear()
         release(outgoing.message)
 
     def _upload(self, message: Message, object_id: str, content: bytes) -> PushObjectRequest:
@@ -437,16 +420,13 @@ class Link:
             object_content=content,
         )
 
-    def _push_object(
-        self, request: PushObjectRequest, announced: int, headers: tuple[tuple[str, str], ...] = ()
-    ) -> None:
-        """Upload one object or parcel, with retries. A server whose database was busy raises nothing: it says "not
+    def _push_object(self, request: PushObjectRequest, announced: int) -> None:
+        """Upload one object, with retries. A server whose database was busy raises nothing: it says "not
         stored"."""
         delay, unheard = 0.1, False
         for _ in range(_PUSH_TRIES):
             try:
-                push = functools.partial(self._stub.PushObject, metadata=headers)
-                stored = self._call(push, request, _LARGE, announced).stored
+                stored = self._call(self._stub.PushObject, request, _LARGE, announced).stored
             except LinkDown as error:
                 lost, unheard = error, True
             else:
@@ -462,16 +442,16 @@ class Link:
 
     def _announce(self, request: PushMessagesRequest, announced: int) -> Any:
         """Announce a message, with retries: a busy server ("database is locked") must not cost a trained update."""
-        delay = 0.1
+        delay, seconds = 0.1, _SMALL if request.message_object_trees else _LARGE
         for _ in range(_PUSH_TRIES - 1):
             try:
-                return self._call(self._stub.PushMessages, request, _SMALL, announced)
+                return self._call(self._stub.PushMessages, request, seconds, announced)
             except LinkDown:
                 announced = 0
                 if self._closed.wait(delay):
                     raise
                 delay *= 2
-        return self._call(self._stub.PushMessages, request, _SMALL, announced)
+        return self._call(self._stub.PushMessages, request, seconds, announced)
 
     def run_info(self, run: int) -> RunInfo:
         """What the server says of Flower's run `run`."""
@@ -501,6 +481,7 @@ class Link:
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._silent = True
+                self._end_wait()
             raise _translate(error) from error
         except ValueError as error:
             # Another thread has opened a new line meanwhile.

@@ -1,53 +1,63 @@
-"""Several objects of a message in one: Flower moves each by a call of its own, which costs its server more than the
-object itself where it is small.
+"""A message's objects within the message itself: Flower moves each by a call of its own, which costs its server more
+than the object where it is small.
 
-A parcel is MAGIC, then for each object its id (64 hexadecimal digits), its length (8 bytes, big-endian) and its
-content. Who asks for one says so in a header, so that Fedward's nodes and servers work with stock ones.
+A parcel is Flower's own record of bytes, with an object's content under its id, where a message of Flower's carries
+nothing.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
+
+from flwr.app import ArrayRecord
+from flwr.app import Message as AppMessage
+from flwr.proto.message_pb2 import Message
+from flwr.supercore.inflatable.inflatable_object import get_object_id
 
 from fedward_common.errors import FedwardError
 
 HEADER = "fedward-parcel"
-"""Header of PullObject: an answer may be a parcel of the whole message. Of PushObject: the content is one."""
+"""Header of PullMessages: a message in the answer may hold its objects. So Fedward's nodes and servers work with stock
+ones."""
 LIMIT = 8 * 2**20
 """Bytes of contents in a parcel: large vectors travel in chunks, one at a time."""
-MAGIC = b"FWPARCEL1\n"
-_HEAD = struct.Struct(">64sQ")
+_NAME = "objects"
 
 
 class ParcelError(FedwardError):
-    """Bytes that are no parcel."""
+    """What a message holds is no parcel of it."""
 
 
-def wrap(objects: Mapping[str, bytes]) -> bytes:
-    """The objects, by id, as one."""
-    parts = [MAGIC]
+def fill(message: Message, objects: Mapping[str, bytes]) -> None:
+    """Put the objects, by id, into the message."""
+    record = message.content.items.add(key=_NAME).config_record
     for object_id, content in objects.items():
-        parts += (_HEAD.pack(object_id.encode(), len(content)), content)
-    return b"".join(parts)
+        record.items.add(key=object_id).value.bytes = content
 
 
-def unwrap(parcel: bytes) -> dict[str, bytes]:
-    """The inverse of `wrap`, in its order. Raises `ParcelError`."""
-    if not parcel.startswith(MAGIC):
-        raise ParcelError("not a parcel")
-    objects: dict[str, bytes] = {}
-    at = len(MAGIC)
-    while at < len(parcel):
-        if at + _HEAD.size > len(parcel):
-            raise ParcelError(f"a parcel of {len(parcel)} bytes ends in the middle of an object's head")
-        object_id, length = _HEAD.unpack_from(parcel, at)
-        at += _HEAD.size
-        if length > len(parcel) - at:
-            raise ParcelError(f"a parcel of {len(parcel)} bytes ends in the middle of an object of {length}")
-        try:
-            objects[object_id.decode("ascii")] = parcel[at : at + length]
-        except UnicodeDecodeError as error:
-            raise ParcelError("an object's id is not hexadecimal") from error
-        at += length
+def take(message: Message) -> dict[str, bytes]:
+    """Take the objects out of the message, which has none then; {} if it is none of ours."""
+    objects = {
+        entry.key: entry.value.bytes
+        for item in message.content.items
+        if item.key == _NAME
+        for entry in item.config_record.items
+    }
+    if objects:
+        message.content.Clear()
     return objects
+
+
+def verify(message_id: str, objects: Mapping[str, bytes]) -> None:
+    """Raises `ParcelError` unless each id is the SHA-256 of its content and one of them is the message's own."""
+    for object_id, content in objects.items():
+        if get_object_id(content) != object_id:
+            raise ParcelError(f"a parcel's content is not that of its id, {object_id[:80]!r}")
+    if message_id not in objects:
+        raise ParcelError(f"a parcel without the message itself, {message_id[:80]!r}")
+
+
+def fits(message: AppMessage, contents: Mapping[str, bytes]) -> bool:
+    """Whether a message travels with its objects: it holds no arrays, and its records' contents are small."""
+    arrays = any(isinstance(record, ArrayRecord) for record in message.content.values())
+    return not arrays and sum(len(contents[record.object_id]) for record in message.content.values()) <= LIMIT

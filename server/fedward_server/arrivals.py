@@ -24,7 +24,7 @@ LONGEST = 30.0
 """Seconds for which a call is held at most."""
 MOST = 600
 """Calls held at one time: each keeps one of the server's 1000 threads, and uploads need some."""
-_LOOK = 0.015
+_LOOK = 0.008
 """Seconds between two looks at the file's version: some microseconds each."""
 
 _WAITING = "SELECT DISTINCT dst_node_id FROM message_ins WHERE delivered_at = '' AND created_at + ttl > ?"

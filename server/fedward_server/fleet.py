@@ -1,5 +1,5 @@
-"""Flower's Fleet API with what Fedward's nodes ask for in a header: a call for messages that is held until there is
-one, and a message's objects in one call. Stock SuperNodes send no header and get what they know."""
+"""Flower's Fleet API with what Fedward's nodes ask for in headers: a call for messages that is held until there is one,
+and a small message's objects in the same call. Stock SuperNodes send no header and get what they know."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from typing import Any, cast
 import grpc
 from fedward_common import parcels
 from fedward_common.messages import WAIT_HEADER
-from flwr.app import ArrayRecord
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
-from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse, PushObjectRequest, PushObjectResponse
+from flwr.common.constant import Status
+from flwr.common.serde import message_from_proto
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest, PushMessagesResponse
 from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
-from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content
+from flwr.server.superlink.utils import check_abort
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
+from flwr.supercore.inflatable.inflatable_utils import validate_object_content
+from sqlalchemy.exc import IntegrityError
 
 from fedward_server.arrivals import Arrivals
 from fedward_server.database import LinkState
 
-
-class _NotStored(Exception):
-    """Takes back what of a parcel was stored."""
+_OVER = [Status.PENDING, Status.STARTING, Status.FINISHED]
+"""States of a run that takes no replies."""
 
 
 class Fleet(FleetServicer):
@@ -31,61 +34,38 @@ class Fleet(FleetServicer):
     arrivals: Arrivals
 
     def PullMessages(self, request: PullMessagesRequest, context: Any) -> PullMessagesResponse:
-        """Flower's, held for a node that waits."""
+        """Flower's, held for a node that waits, and with the objects of small messages for one that takes them so."""
 
         def look() -> PullMessagesResponse:
             return FleetServicer.PullMessages(self, request, context)
 
         seconds = _seconds(context)
-        if seconds <= 0:
-            return look()
-        return self.arrivals.hold(request.node.node_id, seconds, look, context.is_active)
+        found = self.arrivals.hold(request.node.node_id, seconds, look, context.is_active) if seconds > 0 else look()
+        if found.messages_list and _header(context, parcels.HEADER) is not None:
+            self._state.take_whole(found.messages_list)
+        return found
 
-    def PullObject(self, request: PullObjectRequest, context: Any) -> PullObjectResponse:
-        """Flower's; with the header a parcel of the object and all below it, if they are few, small and there."""
-        found = FleetServicer.PullObject(self, request, context)
-        if _header(context, parcels.HEADER) is None or not found.object_available:
-            return found
-        objects = self._family(request, found.object_content)
-        if objects is None:
-            return found
-        return PullObjectResponse(object_found=True, object_available=True, object_content=parcels.wrap(objects))
-
-    def _family(self, request: PullObjectRequest, content: bytes) -> dict[str, bytes] | None:
-        objects = {request.object_id: content}
-        size, below = len(content), [content]
-        while below:
-            kind, children, _ = get_object_head_values_from_object_content(below.pop())
-            if kind == ArrayRecord.__qualname__:
-                return None
-            for child in children:
-                part = self._state.get_object(request.run_id, child)
-                size += len(part or b"")
-                if not part or size > parcels.LIMIT:
-                    return None
-                objects[child] = part
-                below.append(part)
-        return objects
-
-    def PushObject(self, request: PushObjectRequest, context: Any) -> PushObjectResponse:
-        """Flower's; with the header for each object of a parcel, all or none of them."""
-        if _header(context, parcels.HEADER) is None:
-            return FleetServicer.PushObject(self, request, context)
+    def PushMessages(self, request: PushMessagesRequest, context: Any) -> PushMessagesResponse:
+        """Flower's; a message that holds its objects is stored with them."""
         try:
-            objects = parcels.unwrap(request.object_content)
-        except parcels.ParcelError as error:
+            objects = parcels.take(request.messages_list[0]) if request.messages_list else {}
+            if objects:
+                parcels.verify(request.messages_list[0].metadata.message_id, objects)
+            for content in objects.values():
+                validate_object_content(content)
+        except (parcels.ParcelError, UnexpectedObjectContentError) as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise
-        one = PushObjectRequest(node=request.node, run_id=request.run_id, session_id=request.session_id)
-        try:
-            with self._state.session():
-                for object_id, content in objects.items():
-                    one.object_id, one.object_content = object_id, content
-                    if not FleetServicer.PushObject(self, one, context).stored:
-                        raise _NotStored
-        except _NotStored:
-            return PushObjectResponse(stored=False)
-        return PushObjectResponse(stored=True)
+        if not objects:
+            return FleetServicer.PushMessages(self, request, context)
+        message = message_from_proto(request.messages_list[0])
+        # What is not stored is late, or there already, or lacks a part. For the node it is done, as with stock Flower.
+        with contextlib.suppress(IntegrityError), self._state.session():
+            over = check_abort(message.metadata.run_id, _OVER, self._state)
+            if over:
+                raise FlowerError(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, f"node {request.node.node_id}: {over}")
+            self._state.store_whole(message, objects)
+        return PushMessagesResponse(results={message.metadata.message_id: 0})
 
     @property
     def _state(self) -> LinkState:

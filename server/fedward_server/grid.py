@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import httpx
+from fedward_common import parcels
 from fedward_common.messages import Failure, Reason, Reply, Request
 from fedward_common.records import (
     RecordError,
@@ -110,6 +111,8 @@ class _Arriving:
 
     name: str
     message_id: str
+    objects: dict[str, bytes]
+    """Of a small reply all of them, else none."""
     next_try: float = 0.0
     delay: float = _FASTEST
 
@@ -278,6 +281,7 @@ def _pull_each(
     announced: dict[str, _Arriving] = {}
     open_ids = set(waiting)
     delay, next_look = _FASTEST, time.monotonic() + _ONLINE_EVERY
+    pause = client.wait if isinstance(client, DirectRuntime) else time.sleep
     while open_ids and not over():
         progress = False
         silent = open_ids - set(announced)
@@ -286,12 +290,14 @@ def _pull_each(
             for proto in response.messages_list:
                 request_id = proto.metadata.reply_to_message_id
                 if request_id in silent:
-                    announced[request_id] = _Arriving(waiting[request_id], proto.metadata.message_id)
+                    announced[request_id] = _Arriving(
+                        waiting[request_id], proto.metadata.message_id, parcels.take(proto)
+                    )
                     progress = True
         for request_id, arriving in list(announced.items()):
             if time.monotonic() < arriving.next_try:
                 continue
-            outcome = _try_pull(client, run_id, arriving.message_id, read)
+            outcome = _try_pull(client, run_id, arriving.message_id, arriving.objects, read)
             if outcome is None:
                 arriving.next_try = time.monotonic() + arriving.delay
                 arriving.delay = min(_SLOWDOWN * arriving.delay, _SLOWEST)
@@ -311,7 +317,7 @@ def _pull_each(
                 yield request_id, Failure(lost, "the node went offline or was revoked")
         delay = _FASTEST if progress else min(_SLOWDOWN * delay, _SLOWEST)
         if open_ids and not (not progress and read.delete_one()):
-            time.sleep(delay)
+            pause(delay)
     for request_id in open_ids & set(announced):
         yield request_id, Failure(Reason.UPLOAD_LOST, "announced, but not uploaded by the deadline")
 
@@ -324,8 +330,10 @@ class _Lost(Exception):
     """An object will never come."""
 
 
-def _try_pull(client: Any, run_id: int, message_id: str, read: _Read) -> Message | Failure | None:
-    """The whole message, None if its upload goes on, or why it will never come.
+def _try_pull(
+    client: Any, run_id: int, message_id: str, objects: dict[str, bytes], read: _Read
+) -> Message | Failure | None:
+    """The whole message, None if its upload goes on, or why it will never come. `objects` came with it.
 
     A sender pushes children before parents, so while the root (the message itself, tiny) is missing nothing large
     is fetched in vain.
@@ -335,6 +343,8 @@ def _try_pull(client: Any, run_id: int, message_id: str, read: _Read) -> Message
 
     def pull(object_id: str) -> bytes:
         nonlocal size
+        if objects:
+            return objects[object_id]
         response = client.PullObject(PullObjectRequest(node=_SERVER, run_id=run_id, object_id=object_id))
         if not response.object_found:
             raise _Lost("the upload was given up")
@@ -353,31 +363,50 @@ def _try_pull(client: Any, run_id: int, message_id: str, read: _Read) -> Message
         return Failure(Reason.BAD_UPDATE, str(error))
     except httpx.HTTPStatusError as error:
         return Failure(Reason.UPLOAD_LOST, f"HTTP {error.response.status_code}")
-    read.add(message_id, size)
+    if objects:
+        objects.clear()
+    else:
+        read.add(message_id, size)
     return message
 
 
 def _push_each(client: Any, run_id: int, messages: list[Message]) -> list[str]:
-    """`Grid.push_messages` that serialises one chunk of tensors at a time, not the whole broadcast at once."""
+    """`Grid.push_messages` that serialises one chunk of tensors at a time, not the whole broadcast at once; small
+    messages are written with all that they hold, where that is possible."""
     with no_object_id_recompute():
         contents = deflate_once(record for message in messages for record in message.content.values())
-        objects: dict[str, InflatableObject] = {}
         for message in messages:
             message.metadata.__dict__["_message_id"] = message.object_id
-            objects.update(get_all_nested_objects(message))
-        response = client.PushMessages(
-            PushAppMessagesRequest(
-                messages_list=[message_to_proto(remove_content_from_message(message)) for message in messages],
-                message_object_trees=[get_object_tree(message) for message in messages],
-            )
-        )
-        push = make_push_object_fn_protobuf(client.PushObject, _SERVER, run_id, response.session_id)
-        wanted = set(response.objects_to_push)
-        for object_id in list(objects):
-            item = objects.pop(object_id)
-            if object_id in wanted:
-                content = contents.pop(object_id) if object_id in contents else item.deflate()
-                push(object_id, content)
+        if isinstance(client, DirectRuntime) and all(parcels.fits(message, contents) for message in messages):
+            sent = client.push_whole([_whole(message, contents) for message in messages])
+        else:
+            sent = _push_parts(client, run_id, messages, contents)
     for message in messages:
         release(message)
+    return sent
+
+
+def _whole(message: Message, contents: Mapping[str, bytes]) -> tuple[Message, dict[str, bytes]]:
+    """A message without its content, and all its objects, children first."""
+    objects = get_all_nested_objects(message).items()
+    return remove_content_from_message(message), {name: contents.get(name) or item.deflate() for name, item in objects}
+
+
+def _push_parts(client: Any, run_id: int, messages: list[Message], contents: dict[str, bytes]) -> list[str]:
+    objects: dict[str, InflatableObject] = {}
+    for message in messages:
+        objects.update(get_all_nested_objects(message))
+    response = client.PushMessages(
+        PushAppMessagesRequest(
+            messages_list=[message_to_proto(remove_content_from_message(message)) for message in messages],
+            message_object_trees=[get_object_tree(message) for message in messages],
+        )
+    )
+    push = make_push_object_fn_protobuf(client.PushObject, _SERVER, run_id, response.session_id)
+    wanted = set(response.objects_to_push)
+    for object_id in list(objects):
+        item = objects.pop(object_id)
+        if object_id in wanted:
+            content = contents.pop(object_id) if object_id in contents else item.deflate()
+            push(object_id, content)
     return list(response.message_ids)

@@ -103,8 +103,11 @@ class Fleet:
             error = self.trouble(name)
             if error:
                 context.abort(grpc.StatusCode.INTERNAL, error)
-            parcel = self.parcels and (parcels.HEADER, "1") in headers
-            return getattr(self, f"_{name}{'Parcel' if parcel else ''}")(request)
+            response = getattr(self, f"_{name}")(request)
+            if self.parcels and name == "PullMessages" and (parcels.HEADER, "1") in headers:
+                for message in response.messages_list:
+                    parcels.fill(message, self._give)
+            return response
 
         return grpc.unary_unary_rpc_method_handler(answer, parse, lambda response: response.SerializeToString())
 
@@ -126,15 +129,16 @@ class Fleet:
         content = self._give[request.object_id]
         return message_pb2.PullObjectResponse(object_found=True, object_available=True, object_content=content)
 
-    def _PullObjectParcel(self, request: Any) -> Any:
-        # All that there is: the message's own objects come last.
-        content = parcels.wrap(self._give)
-        return message_pb2.PullObjectResponse(object_found=True, object_available=True, object_content=content)
-
     def _ConfirmMessageReceived(self, request: Any) -> Any:
         return message_pb2.ConfirmMessageReceivedResponse()
 
     def _PushMessages(self, request: Any) -> Any:
+        objects = parcels.take(request.messages_list[0])
+        if objects:
+            parcels.verify(request.messages_list[0].metadata.message_id, objects)
+            self.objects |= objects
+            self.arrived(message_pb2.ObjectTree(object_id=request.messages_list[0].metadata.message_id))
+            return fleet_pb2.PushMessagesResponse()
         tree = request.message_object_trees[0]
         self.arrived(tree)
         self.announced.append(tree)
@@ -146,15 +150,6 @@ class Fleet:
         stored = self.store(request.object_id)
         if stored:
             self.objects[request.object_id] = request.object_content
-        return message_pb2.PushObjectResponse(stored=stored)
-
-    def _PushObjectParcel(self, request: Any) -> Any:
-        objects = parcels.unwrap(request.object_content)
-        for object_id, content in objects.items():
-            assert object_id == hashlib.sha256(content).hexdigest()
-        stored = all(self.store(object_id) for object_id in objects)
-        if stored:
-            self.objects |= objects
         return message_pb2.PushObjectResponse(stored=stored)
 
     def _GetRun(self, request: Any) -> Any:

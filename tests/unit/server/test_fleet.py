@@ -11,59 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 from fedward_common import parcels
-from fedward_common.records import deflate_once
 from fedward_server import fleet as fleets
-from fedward_server.database import LinkState, ObjectStore
 from fedward_server.fleet import Fleet
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, RecordDict
-from flwr.app.message import make_message
-from flwr.common.constant import NOOP_FLWR_AID
+from flower_state import ANSWER, DELTA, PARCEL, Server, context, whole
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app.message import remove_content_from_message
 from flwr.proto.fleet_pb2 import PullMessagesResponse
-from flwr.proto.message_pb2 import PullObjectRequest, PushObjectRequest
 from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
-from flwr.server.superlink.fleet.message_handler import message_handler
-from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.superlink.federation import NoOpFederationManager
-
-PARCEL = ((parcels.HEADER, "1"),)
-
-
-def context(*headers: tuple[str, str]) -> Any:
-    def abort(code: Any, text: str) -> None:
-        raise PermissionError(text)
-
-    return SimpleNamespace(invocation_metadata=lambda: headers, is_active=lambda: True, abort=abort)
-
-
-class Server:
-    """A Fleet with a state in which every run is running, and one push session is open for what `announce` is given."""
-
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = ObjectStore(str(path))
-        store.initialize()
-        self.state = LinkState(str(path), NoOpFederationManager(), store)
-        self.state.initialize()
-        self.fleet = Fleet.__new__(Fleet)
-        self.fleet.state_factory = SimpleNamespace(state=lambda: self.state)  # type: ignore[assignment]
-        self.fleet.objectstore_factory = SimpleNamespace(store=lambda: store)  # type: ignore[assignment]
-        self.run = self.state.create_run(
-            None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
-        )
-        monkeypatch.setattr(message_handler, "check_abort", lambda *arguments: None)
-
-    def announce(self, message: Message) -> str:
-        session: str = self.state.start_session(self.run)
-        self.state.preregister_object_tree(get_object_tree(message), session)
-        return session
-
-    def push(self, session: str, object_id: str, content: bytes, *headers: tuple[str, str]) -> bool:
-        request = PushObjectRequest(run_id=self.run, session_id=session, object_id=object_id, object_content=content)
-        return bool(self.fleet.PushObject(request, context(*headers)).stored)
-
-    def pull(self, object_id: str, *headers: tuple[str, str]) -> Any:
-        request = PullObjectRequest(run_id=self.run, object_id=object_id)
-        return self.fleet.PullObject(request, context(*headers))
+from flwr.supercore.error import FlowerError
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_id,
+    iterate_object_tree,
+)
 
 
 @pytest.fixture
@@ -71,84 +30,126 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server(tmp_path / "superlink.db", monkeypatch)
 
 
-def message(record: Any) -> tuple[Message, dict[str, bytes]]:
-    asked = Metadata(
-        run_id=5, message_id="asked", src_node_id=1, dst_node_id=7, reply_to_message_id="", group_id="",
-        created_at=time.time(), ttl=60.0, message_type="train",
-    )  # fmt: skip
-    content = RecordDict({"fedward": ConfigRecord({"json": "{}"}), "vectors": record})
-    made = Message(content, reply_to=make_message(metadata=asked, content=RecordDict()))
-    made.metadata.__dict__["_message_id"] = made.object_id
-    return made, {name: item.deflate() for name, item in get_all_nested_objects(made).items()}
 
 
-def small() -> tuple[Message, dict[str, bytes]]:
-    return message(ConfigRecord({"delta": b"d" * 1000}))
+def test_a_message_is_handed_out_whole_and_then_gone(server: Server) -> None:
+    sent, objects = server.request(DELTA)
+    assert server.state.store_whole(remove_content_from_message(sent), objects)
+    (got,) = server.pull(PARCEL).messages_list
+    assert got.metadata.message_id == sent.object_id
+    assert parcels.take(got) == objects
+    assert not any(server.stored(name) for name in objects)
+    assert not server.pull(PARCEL).messages_list
 
 
-def test_a_parcel_is_stored_and_handed_out_object_by_object(server: Server) -> None:
-    sent, objects = small()
-    session = server.announce(sent)
-    assert server.push(session, sent.object_id, parcels.wrap(objects), *PARCEL)
-    for name, content in objects.items():
-        assert server.pull(name).object_content == content
+def test_a_node_without_the_header_gets_the_same_one_by_one(server: Server) -> None:
+    sent, objects = server.request(DELTA)
+    server.state.store_whole(remove_content_from_message(sent), objects)
+    found = server.pull()
+    assert not parcels.take(found.messages_list[0])
+    (tree,) = found.message_object_trees
+    assert {node.object_id for node in iterate_object_tree(tree)} == set(objects)
+    assert tree.object_id == sent.object_id
+    assert {name: server.stored(name) for name in objects} == objects
+    server.state.object_store.delete(sent.object_id)
+    assert not any(server.stored(name) for name in objects)
 
 
-def test_objects_one_by_one_are_handed_out_as_a_parcel(server: Server) -> None:
-    sent, objects = small()
-    session = server.announce(sent)
-    for name, content in objects.items():
-        assert server.push(session, name, content)
-    got = server.pull(sent.object_id, *PARCEL)
-    assert parcels.unwrap(got.object_content) == objects
-    # Without the header, Flower's answer.
-    assert server.pull(sent.object_id).object_content == objects[sent.object_id]
-
-
-def test_a_message_that_is_not_whole_yet_is_no_parcel(server: Server) -> None:
-    sent, objects = small()
-    session = server.announce(sent)
-    assert not server.pull(sent.object_id, *PARCEL).object_available
-    assert server.push(session, sent.object_id, objects[sent.object_id])
-    assert server.pull(sent.object_id, *PARCEL).object_content == objects[sent.object_id]
-
-
-def test_large_vectors_are_not_in_a_parcel(server: Server) -> None:
-    sent, objects = message(ArrayRecord({"w": Array(np.ones(4, np.float32))}))
+def test_objects_that_flower_stored_one_by_one_are_handed_out_whole(server: Server) -> None:
+    sent, objects = server.request(DELTA)
     session = server.announce(sent)
     for name, content in objects.items():
-        server.push(session, name, content)
-    assert server.pull(sent.object_id, *PARCEL).object_content == objects[sent.object_id]
+        assert server.state.store_object(server.run, session, name, content)
+    assert parcels.take(server.pull(PARCEL).messages_list[0]) == objects
 
 
-def test_all_of_a_parcel_or_nothing(server: Server) -> None:
-    sent, objects = small()
+def test_a_message_that_is_not_whole_yet_is_announced(server: Server) -> None:
+    sent, objects = server.request(DELTA)
     session = server.announce(sent)
-    first = next(iter(objects))
-    wrong = {**objects, first: objects[first] + b"x"}  # its id is no hash of it
-    assert not server.push(session, sent.object_id, parcels.wrap(dict(reversed(wrong.items()))), *PARCEL)
-    assert not any(server.pull(name).object_available for name in objects)
-    assert server.push(session, sent.object_id, parcels.wrap(objects), *PARCEL)
-    # Once more: it is there already, as Flower says of a single object.
-    assert not server.push(session, sent.object_id, parcels.wrap(objects), *PARCEL)
+    server.state.store_object(server.run, session, sent.object_id, objects[sent.object_id])
+    found = server.pull(PARCEL)
+    assert not parcels.take(found.messages_list[0]) and len(found.message_object_trees) == 1
+    assert server.stored(sent.object_id) == objects[sent.object_id]
 
 
-@pytest.mark.parametrize(
-    "parcel", [b"", b"FWPARCEL1", parcels.MAGIC + b"a" * 71, parcels.MAGIC + b"a" * 64 + b"\xff" * 8]
-)
-def test_bytes_that_are_no_parcel(server: Server, parcel: bytes) -> None:
-    sent, objects = small()
-    session = server.announce(sent)
-    with pytest.raises(PermissionError, match="parcel"):
-        server.push(session, sent.object_id, parcel, *PARCEL)
-    assert not any(server.pull(name).object_available for name in objects)
+@pytest.mark.parametrize("limit", [100, parcels.LIMIT])
+def test_what_is_large_or_an_array_is_not_in_a_parcel(
+    server: Server, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(parcels, "LIMIT", limit)
+    arrays = ArrayRecord({"w": Array(np.ones(4, np.float32))})
+    sent, objects = server.request(DELTA if limit == 100 else arrays)
+    server.state.store_whole(remove_content_from_message(sent), objects)
+    assert not parcels.take(server.pull(PARCEL).messages_list[0])
+    assert {name: server.stored(name) for name in objects} == objects
 
 
-def test_wrapped_is_unwrapped() -> None:
-    objects = deflate_once([])
-    assert parcels.unwrap(parcels.wrap(objects)) == {}
-    objects = {"a" * 64: b"", "b" * 64: parcels.MAGIC, "c" * 64: bytes(1000)}
-    assert parcels.unwrap(parcels.wrap(objects)) == objects
+def test_what_messages_share_is_stored_once_and_until_the_last_has_gone(server: Server) -> None:
+    shared = ConfigRecord({"model": b"m" * 1000})
+    sent = [server.request(shared) for _ in range(3)]
+    (model,) = set.intersection(*({n for n, c in objects.items() if b"m" * 1000 in c} for _, objects in sent))
+    for message, objects in sent:
+        server.state.store_whole(remove_content_from_message(message), objects)
+    for _ in sent:
+        assert server.stored(model)
+        assert model in parcels.take(server.pull(PARCEL).messages_list[0])
+    assert server.stored(model) is None
+    assert len(server.state.object_store) == 0
+
+
+def test_an_answer_with_its_objects_is_stored_once(server: Server) -> None:
+    asked, objects = server.request(DELTA)
+    server.state.store_whole(remove_content_from_message(asked), objects)
+    answer, parts = server.reply(asked, ANSWER)
+    for _ in range(2):
+        server.push(answer, parts)
+        assert server.replies() == 1
+    assert {name: server.stored(name) for name in parts} == parts
+    # It was pulled, and the node, which did not hear of that, sends it once more.
+    server.state.delete_messages({asked.object_id})
+    server.state.object_store.delete(answer.object_id)
+    server.push(answer, parts)
+    assert server.replies() == 0 and not any(server.stored(name) for name in parts)
+
+
+def test_all_of_an_answer_or_nothing(server: Server) -> None:
+    asked, objects = server.request(DELTA)
+    server.state.store_whole(remove_content_from_message(asked), objects)
+    answer, parts = server.reply(asked, ANSWER)
+    first, *others = parts
+    bad: list[dict[str, bytes]] = [
+        {**parts, first: parts[first] + b"x"},
+        {first: parts[first]},
+        {**parts, get_object_id(b"no object"): b"no object"},
+    ]
+    for wrong in bad:
+        with pytest.raises(PermissionError, match=r"parcel|Unexpected|split"):
+            server.push(answer, wrong)
+    # A parent before its child, and without it.
+    server.push(answer, dict(reversed(parts.items())))
+    server.push(answer, {name: parts[name] for name in others})
+    assert server.replies() == 0
+    assert not any(server.stored(name) for name in parts)
+    server.push(answer, parts)
+    assert server.replies() == 1
+
+
+def test_a_run_that_is_over_takes_no_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, objects = server.request(DELTA)
+    server.state.store_whole(remove_content_from_message(asked), objects)
+    answer, parts = server.reply(asked, ANSWER)
+    monkeypatch.setattr(fleets, "check_abort", lambda *arguments: "Run is finished.")
+    with pytest.raises(FlowerError):
+        server.push(answer, parts)
+    assert server.replies() == 0
+
+
+def test_an_answer_in_another_nodes_name_is_not_stored(server: Server) -> None:
+    asked, objects = server.request(DELTA)
+    server.state.store_whole(remove_content_from_message(asked), objects)
+    answer, parts = whole(Message(RecordDict({"fedward": ANSWER}), reply_to=asked), server.run, server.node + 1)
+    server.push(answer, parts)
+    assert server.replies() == 0 and not any(server.stored(name) for name in parts)
 
 
 @pytest.mark.parametrize(
