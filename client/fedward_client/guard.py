@@ -28,6 +28,7 @@ from fedward_common.worker import sandbox
 from fedward_common.worker.parent import Workers
 from fedward_common.worker.setup import Setup
 
+from fedward_client import old_runs
 from fedward_client.approval import Approvals
 from fedward_client.incidents import Incidents
 from fedward_client.inflight import Inflight
@@ -47,6 +48,8 @@ log = logging.getLogger("fedward.node")
 _FORGET = 3600.0
 """Seconds without a request after which a run's worker is ended: its server may be gone for good. The next request
 opens the run again."""
+_CLEAN_EVERY = 3600.0
+"""Seconds between two looks for runs whose state has become old."""
 _COUNT_EVERY = 60.0
 """Seconds after which what was sent is written down even if no message leaves: a guard that is killed loses the count
 of no more than that."""
@@ -98,6 +101,7 @@ class Guard:
         self._lock = threading.Lock()
         self._admission = threading.Lock()
         self._stop = threading.Event()
+        self._cleaned = -math.inf
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Raises `LinkRefused` when the server will not have this node any more, and
@@ -179,6 +183,7 @@ class Guard:
                 continue
             if incoming is None:
                 self._forget_quiet_runs()
+                self._forget_old_runs()
                 stop.wait(pace.seconds(bool(self._sessions), time.monotonic() - asked))
                 continue
             pace.busy()
@@ -222,6 +227,17 @@ class Guard:
                 log.info("run %s: nothing heard for an hour, its worker is ended", run[:8])
                 self._quiet_since.pop(run)
                 self._close(run)
+
+    def _forget_old_runs(self) -> None:
+        if time.monotonic() - self._cleaned < _CLEAN_EVERY:
+            return
+        self._cleaned = time.monotonic()
+        days = self._settings.node.keep_runs_days
+        try:
+            for run in old_runs.forget(self._member.paths.runs, set(self._sessions), days):
+                log.info("run %s: its state here is deleted, unused for %g days (keep_runs_days)", run[:8], days)
+        except OSError as error:
+            log.error("the state of old runs cannot be deleted: %s", error)
 
     def _send(self, link: Link, outgoing: Outgoing, ticket: Ticket, line: Note) -> None:
         """Journal a reply, then send it; while the server cannot be reached, keep it until its request expires: it
