@@ -175,10 +175,10 @@ class Federation:
         """Wait for the end of a run; returns its last event."""
         return until("run finished", lambda: self.events(run, "run_finished"), seconds)[-1]
 
-    def model(self, run: str, name: str = "model.safetensors") -> bytes:
-        """`fedward run model`."""
-        path = self.root / name
-        fedward("run", "model", run, "-o", path, "--credential", self.credential)
+    def model(self, run: str, which: str = "last") -> bytes:
+        """`fedward run model`; the file lies beside the project's `run.toml`."""
+        path = self.root / "project" / f"{which}.safetensors"
+        fedward("run", "model", run, "-o", path, "--which", which, "--credential", self.credential)
         return path.read_bytes()
 
     def close(self) -> None:

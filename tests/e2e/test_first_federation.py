@@ -7,6 +7,7 @@ import stat
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from federation import TOY, Federation, fedward, until
 from safetensors.numpy import load
@@ -71,6 +72,17 @@ def test_a_federation_trains_and_its_model_is_the_simulated_one(federation: Fede
     # The very same code runs in one process: the real run's model is bit for bit the simulated one.
     real = {name: tensor.tobytes() for name, tensor in load(federation.model(run)).items()}
     assert real == simulated(tmp_path, sites)
+
+    # The model of any round can be had, and another run starts from it: without learning it stays what it is.
+    best = max(rounds, key=lambda event: event["evaluate"]["accuracy"])["round"]
+    assert federation.model(run, "best") == federation.model(run, str(best))
+    second = load(federation.model(run, "2"))
+    assert {name: tensor.tobytes() for name, tensor in second.items()} != real
+    still = RUN.replace("rounds = 4", 'rounds = 1\ninitial_model = "2.safetensors"').replace("lr = 0.2", "lr = 1e-12")
+    next_run = federation.submit(still)
+    assert federation.finished(next_run)["status"] == "finished"
+    for name, tensor in load(federation.model(next_run)).items():
+        np.testing.assert_allclose(tensor, second[name], rtol=0, atol=1e-6)
 
     # Each node has written down what left it, before it left.
     for name in sites:
