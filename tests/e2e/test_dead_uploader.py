@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from federation import TOY, Federation, fedward, until
 from fedward_client.enrol import Enrolled
-from fedward_client.link import Incoming, Link, LinkRefused, RunGone
+from fedward_client.link import Incoming, Link, LinkRefused, Outgoing, RunGone
 from fedward_client.membership import Membership
 from fedward_client.paths import NodePaths
 from fedward_common.bundle import build_bundle
@@ -28,6 +28,7 @@ from fedward_common.task import load_task
 from fedward_server.control import Control
 from fedward_server.paths import ServerPaths
 from fedward_server.settings import load_settings
+from flwr.app import Message
 from flwr.proto.message_pb2 import PushObjectRequest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -64,16 +65,19 @@ class Announced(Exception):
 
 
 class HalfLink(Link):
-    """A link that breaks off between a reply's announcement and its first object, once told to."""
+    """A link that breaks off between a reply's announcement and its first object, once told to. It sends small replies
+    as large ones are sent, too: they travel whole otherwise, and are there or not."""
 
     breaks = False
 
-    def _push_object(
-        self, request: PushObjectRequest, announced: int, headers: tuple[tuple[str, str], ...] = ()
-    ) -> None:
+    def pack_message(self, message: Message) -> Outgoing:
+        self._parcels = False
+        return super().pack_message(message)
+
+    def _push_object(self, request: PushObjectRequest, announced: int) -> None:
         if self.breaks:
             raise Announced
-        super()._push_object(request, announced, headers)
+        super()._push_object(request, announced)
 
     def vanish(self) -> None:
         """What a killed process leaves: no farewell, no more heartbeats."""
