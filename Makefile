@@ -21,8 +21,8 @@ help: ## List the targets.
 
 install: $(STAMP) ## Make .venv with everything that developers need.
 
-demo: $(DEMO_STAMP) ## A federation of five sites on this machine (SEED=n for another split).
-	$(BIN)/python examples/digits/demo.py --seed $(or $(SEED),0)
+demo: $(DEMO_STAMP) ## A federation of five sites on this machine (SEED=n for another split, DP=1 for noisy sums).
+	$(BIN)/python examples/digits/$(if $(DP),private_demo,demo).py --seed $(or $(SEED),0)
 
 demo-hostile: $(DEMO_STAMP) ## For sceptics: a server that lies to five live nodes, and what they answer.
 	$(BIN)/python examples/hostile/demo.py --seed $(or $(SEED),0)
@@ -52,7 +52,7 @@ bench: $(STAMP) ## One benchmark: make bench NAME=convergence; results go to ben
 	$(BIN)/python -m bench.$(NAME)
 
 clean: ## Remove what the demo and the tools left behind (not .venv).
-	rm -rf .demo .demo-hostile .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf .demo .demo-hostile .demo-private .pytest_cache .mypy_cache .ruff_cache .hypothesis build
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -13,6 +13,7 @@ import typer
 from rich.syntax import Syntax
 from rich.table import Table
 
+from fedward_client.commands.ledger import app as ledgers
 from fedward_client.commands.options import DEFAULT, Folder, out
 from fedward_client.commands.roster import app as rosters
 from fedward_client.paths import NodePaths
@@ -22,6 +23,7 @@ bundles = typer.Typer(help="Read and approve what data scientists want to run he
 journals = typer.Typer(help="What left this node; works offline, with or without a guard.", no_args_is_help=True)
 app.add_typer(bundles, name="bundle")
 app.add_typer(rosters, name="roster")
+app.add_typer(ledgers, name="ledger")
 app.add_typer(journals, name="journal")
 
 

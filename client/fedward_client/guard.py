@@ -18,6 +18,7 @@ from fedward_common.errors import FedwardError
 from fedward_common.members import Kind
 from fedward_common.messages import Failure, Purpose, Reason, Request
 from fedward_common.node import Participant, Refused
+from fedward_common.privacy import anchor
 from fedward_common.records import RecordError
 from fedward_common.roster import Roster, RosterError, parse_roster
 from fedward_common.secure import SecureParticipant, Standing
@@ -29,6 +30,7 @@ from fedward_common.worker.parent import Workers
 from fedward_common.worker.setup import Setup
 
 from fedward_client import old_runs
+from fedward_client.accounts import BROKEN, NodeAccounts
 from fedward_client.approval import Approvals
 from fedward_client.incidents import Incidents
 from fedward_client.inflight import Inflight
@@ -102,6 +104,7 @@ class Guard:
         self._admission = threading.Lock()
         self._stop = threading.Event()
         self._cleaned = -math.inf
+        self._opened: NodeAccounts | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Raises `LinkRefused` when the server will not have this node any more, and
@@ -319,7 +322,23 @@ class Guard:
         identity = load_private(self._member.paths.identity_key)
         node, least = bytes.fromhex(self._member.node_id), self._policy.min_cohort
         standing = Standing(node, identity, self._member.newest, self._member.roster, least)
-        return SecureParticipant(run, config, store, execute, standing)
+        accounts = self._accounts() if config.privacy is not None else None
+        return SecureParticipant(run, config, store, execute, standing, accounts)
+
+    def _accounts(self) -> NodeAccounts:
+        """This node's accounts, opened by the first run that needs them. Raises `Refused`."""
+        if self._opened is None:
+            paths, options = self._member.paths, self._settings.node
+            place = options.ledger_anchor or anchor.default_place(paths.ledger)
+            try:
+                self._opened = NodeAccounts(
+                    paths.ledger, self._member.node_id, place, self._policy.epsilon_limits, options.dataset,
+                    self._member.server,
+                )  # fmt: skip
+            except FedwardError as error:
+                log.error("privacy ledger: %s", error)
+                raise Refused(Failure(Reason.POLICY, BROKEN)) from error
+        return self._opened
 
     def _close(self, run: str) -> None:
         self._sessions.pop(run, None)

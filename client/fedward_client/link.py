@@ -22,7 +22,14 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from fedward_common import parcels
 from fedward_common.errors import FedwardError
 from fedward_common.messages import WAIT_HEADER, Purpose, Reply, Request
-from fedward_common.records import assemble, deflate_once, message_to_request, release, reply_to_message
+from fedward_common.records import (
+    assemble,
+    deflate_once,
+    is_small,
+    message_to_request,
+    release,
+    reply_to_message,
+)
 from flwr.app import Message, Metadata, RecordDict
 from flwr.app.message import make_message, remove_content_from_message
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
@@ -372,7 +379,7 @@ class Link:
                 node=self._node, messages_list=[message_to_proto(remove_content_from_message(message))]
             )
             ready: dict[str, PushObjectRequest] = {}
-            if self._parcels and parcels.fits(message, contents):
+            if self._parcels and is_small(message, contents):
                 whole = {name: contents.get(name) or item.deflate() for name, item in objects.items()}
                 parcels.fill(announcement.messages_list[0], whole)
                 objects = {}

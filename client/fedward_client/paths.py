@@ -84,6 +84,11 @@ class NodePaths:
         return self.root / "journal.jsonl"
 
     @property
+    def ledger(self) -> Path:
+        """JSON lines: what this node's data have given away under differential privacy."""
+        return self.root / "ledger.jsonl"
+
+    @property
     def sent(self) -> Path:
         """JSON: bytes that the link sent in all, and the journal's line at which they were counted."""
         return self.root / "sent.json"
@@ -116,4 +121,4 @@ class NodePaths:
     def private(self) -> tuple[Path, ...]:
         """What task code must never read."""
         rosters = (self.roster, self.roster_log, self.members)
-        return (self.keys, self.node, self.policy, self.journal, self.sent, *rosters, self.log, self.lock)
+        return (self.keys, self.node, self.policy, self.journal, self.ledger, self.sent, *rosters, self.log, self.lock)

@@ -12,12 +12,16 @@ from fedward_common.config import Name, RunConfig
 from fedward_common.errors import ConfigError
 from fedward_common.explain import SHA256_PATTERN, Source, explain
 from fedward_common.messages import Failure, Purpose, Reason, Request
+from fedward_common.privacy.budget import Limits
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 _GRACE = 5.0
 """Seconds between the moment when a training is asked to stop and contribute and the one when it is ended."""
 _MIB = 1 << 20
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+Epsilon = Annotated[float, Field(gt=0, strict=False)] | None
 
 
 class Policy(BaseModel):
@@ -67,12 +71,41 @@ class Policy(BaseModel):
         description="Take part only in runs whose server sees sums alone. With false, a run may have this node\n"
         "send its update, weight and metrics in the open.",
     )
+    require_privacy: bool = Field(
+        default=False,
+        description="Take part only in runs with [privacy]: what leaves is bounded and noised, and stands in this\n"
+        "node's ledger ('fedward node ledger show').",
+    )
+    trust_servers_noise: bool = Field(
+        default=False,
+        description="Take part in runs whose server adds the noise (privacy.mechanism = \"central\"). It sees the sum\n"
+        "without noise, and this node's ledger takes its word for it.",
+    )
+    max_epsilon_per_run: Epsilon = Field(
+        default=None, examples=[8.0], description="Most that one run may learn of this site's data: its ε."
+    )
+    max_epsilon_per_dataset: Epsilon = Field(
+        default=None, examples=[16.0], description="The same for all runs together, of all servers, for good."
+    )
+    max_epsilon_per_year: Epsilon = Field(
+        default=None, examples=[8.0], description="The same for all runs in any 365 days."
+    )
+    epsilon_delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=1e-5, description="δ at which these ε are calculated: less than one in the number of patients."
+    )
     max_memory_mb: Annotated[int, Field(ge=64)] | None = Field(
         default=None,
         examples=[8192],
         description="Memory in MiB that a worker may use before it is ended; without it, three quarters of what\n"
         "this machine (or container) has.",
     )
+
+    @property
+    def epsilon_limits(self) -> Limits:
+        """What this site's data may give away."""
+        return Limits(
+            self.max_epsilon_per_run, self.max_epsilon_per_dataset, self.max_epsilon_per_year, self.epsilon_delta
+        )
 
     @property
     def max_memory_bytes(self) -> int:
@@ -158,6 +191,14 @@ def check_run(policy: Policy, config: RunConfig) -> list[Failure]:
         found.append(_refusal(f"run_tags = {_toml(policy.run_tags)}, the run has {_toml(config.tags)}"))
     if policy.require_secure_sum and not config.secure_sum.enabled:
         found.append(_refusal("require_secure_sum = true, the run has secure_sum.enabled = false"))
+    if config.privacy is None:
+        limits = policy.epsilon_limits.by_rule()
+        asked = [f"{name} = {limit:g}" for name, limit in limits.items() if limit is not None]
+        asked += ["require_privacy = true"] if policy.require_privacy else []
+        if asked:
+            found.append(_refusal(f"{asked[0]}, the run has no [privacy]: what it learns is without bound"))
+    elif config.privacy.mechanism == "central" and not policy.trust_servers_noise:
+        found.append(_refusal('trust_servers_noise = false, the run has privacy.mechanism = "central"'))
     local = config.local
     if local.epochs is not None and local.epochs > policy.max_epochs:
         found.append(_refusal(f"max_epochs = {policy.max_epochs}, the run asks for {local.epochs}"))

@@ -19,6 +19,8 @@ class NodeOptions(BaseModel):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int = Field(default=1, ge=1, description="torch threads of a worker")
     log: Literal["human", "json"] = "human"
+    dataset: str = Field(default="data", min_length=1, description="name of this node's data in its privacy ledger")
+    ledger_anchor: Path | None = Field(default=None, description="file that remembers the ledger's head, elsewhere")
     keep_runs_days: float = Field(default=30.0, gt=0, description="days that a run's state is kept after its last use")
     read: tuple[Path, ...] = Field(default=(), description="further files and folders that tasks may read")
 

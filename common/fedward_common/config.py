@@ -24,6 +24,7 @@ from fedward_common.algorithms.registry import ALGORITHMS, parse_options
 from fedward_common.errors import ConfigError
 from fedward_common.explain import NAME_PATTERN, TASK_PATTERN, NestedError, Source, show
 from fedward_common.explain import explain as explain
+from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.secagg.graph import NoProtection, Parameters, choose
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -112,6 +113,7 @@ class RunConfig(_Table):
     cohort: CohortOptions = CohortOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
     secure_sum: SecureSumOptions = SecureSumOptions()
+    privacy: PrivacyOptions | None = Field(default=None, description="differential privacy; without the table, none")
     initial_model: str | None = Field(default=None, description="safetensors file to start from (path beside the TOML)")
     tags: tuple[Name, ...] = Field(default=(), description="what the run is for; nodes' policies may ask for some")
 
@@ -123,6 +125,7 @@ class RunConfig(_Table):
             _evaluation_problem(self.cohort, self.evaluation),
             _time_problem(self.local, self.cohort),
             _secure_problem(self),
+            _privacy_problem(self),
         ):
             if problem:
                 raise ValueError(problem)
@@ -213,6 +216,29 @@ def _secure_problem(config: RunConfig) -> str | None:
             options.parameters(n)
         except NoProtection as error:
             return f"{what}: {error}"
+    return None
+
+
+def _privacy_problem(config: RunConfig) -> str | None:
+    if config.privacy is None:
+        return None
+    if not config.secure_sum.enabled:
+        return (
+            "privacy.unit = 'site', but secure_sum.enabled = false: the server would see each update without the "
+            "noise. Enable the secure sum, or remove [privacy]."
+        )
+    if config.algorithm.name == "scaffold":
+        return (
+            "algorithm.name = 'scaffold' with privacy.unit = 'site': a node's control variate follows from its whole "
+            "update, the server's from the clipped ones, and their means would part. Choose fedavg, fedprox or a "
+            "server optimiser, or remove [privacy]."
+        )
+    if config.evaluation.every > 0 or config.evaluation.holdout:
+        return (
+            f"evaluation.every = {config.evaluation.every}, holdout = {show(config.evaluation.holdout)} with "
+            "[privacy]: what a model scores on nodes' data is a release without noise. Set every = 0 and no holdout; "
+            "central = true evaluates on data that the server may see."
+        )
     return None
 
 

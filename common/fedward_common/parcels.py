@@ -2,17 +2,14 @@
 than the object where it is small.
 
 A parcel is Flower's own record of bytes, with an object's content under its id, where a message of Flower's carries
-nothing.
+nothing. `message` is a protobuf `flwr.proto.Message` everywhere here.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-
-from flwr.app import ArrayRecord
-from flwr.app import Message as AppMessage
-from flwr.proto.message_pb2 import Message
-from flwr.supercore.inflatable.inflatable_object import get_object_id
+from typing import Any
 
 from fedward_common.errors import FedwardError
 
@@ -28,14 +25,14 @@ class ParcelError(FedwardError):
     """What a message holds is no parcel of it."""
 
 
-def fill(message: Message, objects: Mapping[str, bytes]) -> None:
+def fill(message: Any, objects: Mapping[str, bytes]) -> None:
     """Put the objects, by id, into the message."""
     record = message.content.items.add(key=_NAME).config_record
     for object_id, content in objects.items():
         record.items.add(key=object_id).value.bytes = content
 
 
-def take(message: Message) -> dict[str, bytes]:
+def take(message: Any) -> dict[str, bytes]:
     """Take the objects out of the message, which has none then; {} if it is none of ours."""
     objects = {
         entry.key: entry.value.bytes
@@ -51,13 +48,7 @@ def take(message: Message) -> dict[str, bytes]:
 def verify(message_id: str, objects: Mapping[str, bytes]) -> None:
     """Raises `ParcelError` unless each id is the SHA-256 of its content and one of them is the message's own."""
     for object_id, content in objects.items():
-        if get_object_id(content) != object_id:
+        if hashlib.sha256(content).hexdigest() != object_id:
             raise ParcelError(f"a parcel's content is not that of its id, {object_id[:80]!r}")
     if message_id not in objects:
         raise ParcelError(f"a parcel without the message itself, {message_id[:80]!r}")
-
-
-def fits(message: AppMessage, contents: Mapping[str, bytes]) -> bool:
-    """Whether a message travels with its objects: it holds no arrays, and its records' contents are small."""
-    arrays = any(isinstance(record, ArrayRecord) for record in message.content.values())
-    return not arrays and sum(len(contents[record.object_id]) for record in message.content.values()) <= LIMIT

@@ -26,6 +26,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import inflatable_class_registry
 from google.protobuf.message import DecodeError
 
+from fedward_common import parcels
 from fedward_common.errors import FedwardError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.update import Vector, Vectors
@@ -187,6 +188,14 @@ def deflate_once(records: Iterable[Record]) -> dict[str, bytes]:
         _get_computed_object_ids().add(object_id)
         contents[object_id] = content
     return contents
+
+
+def is_small(message: Message, contents: Mapping[str, bytes]) -> bool:
+    """Whether a message can travel with its objects (`parcels`): it holds no arrays, and the `contents` of its records
+    are few bytes. For use within `no_object_id_recompute`."""
+    records = list(message.content.values())
+    arrays = any(isinstance(record, ArrayRecord) for record in records)
+    return not arrays and sum(len(contents[record.object_id]) for record in records) <= parcels.LIMIT
 
 
 def _deflated(record: ConfigRecord) -> bytes:

@@ -11,15 +11,21 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.config import RunConfig
+from fedward_common.errors import ConfigError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant, Refused, StateStore
+from fedward_common.privacy import site
+from fedward_common.privacy.events import to_json
+from fedward_common.privacy.ledger import Release, Unit
 from fedward_common.roster import Roster
 from fedward_common.secagg.client import Guarantees
+from fedward_common.secagg.graph import NoProtection
 from fedward_common.secagg.terms import Terms
 from fedward_common.signing import canonical
 from fedward_common.steps import (
@@ -35,7 +41,7 @@ from fedward_common.steps import (
     told_terms,
 )
 from fedward_common.summand import Shape
-from fedward_common.update import Update, Vectors
+from fedward_common.update import Kind, Update, Vectors
 from fedward_common.work import Done, Work
 
 log = logging.getLogger("fedward.node")
@@ -76,6 +82,28 @@ class Standing:
     least: int
 
 
+class Accounts(Protocol):
+    """A node's account of what was released of its data. Both raise `Refused`."""
+
+    def check(self, release: Release) -> None:
+        """Whether `release` may be made."""
+
+    def write(self, release: Release) -> None:
+        """Account for `release`, which is about to be made: on disk when this returns."""
+
+
+class NoAccounts:
+    """Of a node that keeps none: simulated ones, which have no policy either."""
+
+    def check(self, release: Release) -> None:
+        return
+
+    def write(self, release: Release) -> None:
+        return
+
+
+_HERE = "here"
+"""The data set and the server of a release, for `Accounts` to name."""
 _TOLD = (ADVERTISEMENTS, ROSTER)
 """Vectors in a request that are no part of the broadcast."""
 
@@ -86,16 +114,29 @@ class SecureParticipant(Participant):
     _kind = "with secure aggregation"
 
     def __init__(
-        self, run: str, config: RunConfig, store: StateStore, execute: Callable[[Work], Done], standing: Standing
+        self,
+        run: str,
+        config: RunConfig,
+        store: StateStore,
+        execute: Callable[[Work], Done],
+        standing: Standing,
+        accounts: Accounts | None = None,
     ) -> None:
         super().__init__(config, store, execute)
+        self._accounts = accounts or NoAccounts()
+        self._due: Release | None = None
         self._run = run
         self._standing = standing
         self._steps = Steps(run, standing.node, standing.identity)
         self._answered: dict[Purpose, set[Stamp | None]] = {}
 
     def protections(self, reply: Reply) -> tuple[str, ...]:
-        return ("update-gate", "clip", "quantize", "secure-sum") if MASKED in reply.vectors else ()
+        if MASKED not in reply.vectors:
+            return ()
+        if self.config.privacy is None:
+            return ("update-gate", "clip", "quantize", "secure-sum")
+        noise = ("skellam-noise",) if self.config.privacy.mechanism == "distributed" else ()
+        return ("update-gate", "clip-norm", "quantize", *noise, "secure-sum")
 
     def expire(self) -> None:
         self._steps.expire(_LIFE)
@@ -118,6 +159,9 @@ class SecureParticipant(Participant):
 
     def _prepare(self, request: Request) -> Reply:
         reply = super()._prepare(request)
+        if self.config.privacy is not None:
+            # One that may not answer is no part of a cohort.
+            self._accounts.check(self._release(request, site.planned(self.config)))
         return Reply(Purpose.PREPARE, request.run, vectors=self._steps.fresh(), info=reply.info)
 
     def _advertise(self, request: Request) -> Reply:
@@ -127,12 +171,17 @@ class SecureParticipant(Participant):
 
     def _start(self, request: Request) -> Reply:
         self._steps.abandon()
+        self._due = None
         broadcast = {name: vector for name, vector in request.vectors.items() if name not in _TOLD}
         shape, terms = self._terms(request, broadcast)
         dealt = self._steps.start(terms, self._guarantees(terms.n), lambda: self._made(request, shape, broadcast))
         return self._answer(request, dealt)
 
     def _mask(self, request: Request) -> Reply:
+        if self._due is not None:
+            # Before anything leaves: what crashes from here on has spent its budget.
+            due, self._due = self._due, None
+            self._accounts.write(due)
         return self._answer(request, self._steps.mask(request))
 
     def _agree(self, request: Request) -> Reply:
@@ -152,6 +201,8 @@ class SecureParticipant(Participant):
         """This node's vector, once for each purpose of an attempt at a round."""
         self._check_new(request)
         try:
+            if self.config.privacy is not None:
+                return self._private_words(request, shape.capacity, broadcast)
             return self._words(request, shape, broadcast)
         except Refused as refused:
             if refused.failure.reason is not Reason.BAD_UPDATE:
@@ -181,6 +232,28 @@ class SecureParticipant(Participant):
             metrics |= {TRAIN + name: value for name, value in update.metrics.items()}
         return laid_out(shape, Update(groups, weight, metrics))
 
+    def _private_words(self, request: Request, n: int, broadcast: Vectors) -> Words:
+        made, release = self._mechanism(n), self._release(request, n)
+        self._accounts.check(release)
+        update, _ = self._trained(request, broadcast)
+        try:
+            words = made.words(site.flat(update), site.Stamped(self._run, request.round, request.attempt))
+        except UpdateError as error:
+            raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
+        self._due = release
+        return words
+
+    def _release(self, request: Request, n: int) -> Release:
+        event = to_json(self._mechanism(n).event)
+        purpose = request.purpose.value
+        return Release(self._run, request.round, request.attempt, purpose, _HERE, Unit.SITE, _HERE, event)
+
+    def _mechanism(self, n: int) -> site.SiteMechanism:
+        try:
+            return site.mechanism(self.config, self._known().layout.size(Kind.TRAINABLE), n)
+        except (ConfigError, NoProtection) as error:
+            raise Refused(Failure(Reason.BAD_REQUEST, str(error))) from error
+
     # --- what the round is held against
 
     def _check_new(self, request: Request) -> None:
@@ -207,6 +280,14 @@ class SecureParticipant(Participant):
         """The vector must be the one that run and task ask for; only ranges and weight scale are the server's."""
         layout = self._known().layout
         trains = purpose is Purpose.TRAIN
+        if self.config.privacy is not None:
+            if not trains:
+                raise Refused(Failure(Reason.POLICY, "a run with [privacy] asks for nothing but updates"))
+            asked_shape = self._mechanism(n).shape
+            if shape != asked_shape:
+                rule = f"the sum is {shape.to_json()}, this node's is {asked_shape.to_json()}"
+                raise Refused(Failure(Reason.SECURE_SUM, rule))
+            return
         algorithm = build_sum(self.config.algorithm)
         summed = algorithm.summed(layout, self.config.local) if trains else {}
         weighs = trains and not algorithm.uniform

@@ -3,6 +3,7 @@
 A summand is a vector of words in Z_2^b:
 
     [participant count: 1] [zero words: ⌈80/b⌉] [scalars, each cut into limbs] [coordinates of group 1] [group 2] …
+    [noised numbers]
 
 The count is 1 and the zero words are 0 at every node, so that a sum over other contexts than the server thinks is
 recognised. With n the largest number of summands, every word that a node sends is at most
@@ -12,7 +13,7 @@ recognised. With n the largest number of summands, every word that a node sends 
 hence **no word of the sum can overflow**: n words of at most L sum to at most nL ≤ 2^b − 1. What is read modulo 2^b is
 the sum itself, whatever the values and whoever dropped out; and several words may be masked as one number, since none
 carries into the next (`secagg.cells`). L is even so that 0 lies on a level and a coordinate that did not move stays
-exactly where it is.
+exactly where it is. Noised numbers, which have no largest one, are another matter: `privacy.distributed`.
 
 Coordinates: y = (w/W)·x in [−R, R] becomes q in {0 … L}, q − L/2 being y in steps of 2R/L, rounded at random
 (`quantize`). Over m nodes Σy = (Σq − mL/2)·2R/L. A weighted mean is two sums, Σ(w/W)x and Σw; equal weights are
@@ -77,7 +78,8 @@ class Shape:
     """The form of a round's summands, the same for all nodes of the cohort: they bind their keys to `to_json()`.
 
     groups, metrics: in the order of their words. bits: b, a multiple of 4 from 12 to 32. capacity: n, the largest
-    number of summands (the cohort). weight_scale: W. Raises `ShapeError`.
+    number of summands (the cohort). weight_scale: W. noised: numbers that a mechanism of differential privacy makes
+    and reads. Raises `ShapeError`.
     """
 
     groups: tuple[Group, ...]
@@ -85,6 +87,7 @@ class Shape:
     bits: int
     capacity: int
     weight_scale: float = 1.0
+    noised: int = 0
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in _WIDTHS:
@@ -105,6 +108,8 @@ class Shape:
                 raise ShapeError(f"group {group.name!r}: length = {group.length!r} is not a whole number from 1 on.")
             _check_size(f"group {group.name!r}: range", group.range, 2.0**-100, 2.0**100)
         _check_size("weight_scale", self.weight_scale, SMALLEST_SCALAR, LARGEST_SCALAR)
+        if type(self.noised) is not int or self.noised < 0:
+            raise ShapeError(f"noised = {self.noised!r} is not a whole number from 0 on.")
 
     @property
     def levels(self) -> int:
@@ -119,6 +124,11 @@ class Shape:
     @property
     def length(self) -> int:
         """Words in all."""
+        return self.noised_at + self.noised
+
+    @property
+    def noised_at(self) -> int:
+        """Where the noised numbers begin; they are the last words."""
         return self._coordinates_at + sum(group.length for group in self.groups)
 
     @property
@@ -161,15 +171,15 @@ class Shape:
     def to_json(self) -> str:
         """Canonical JSON: equal shapes give equal text."""
         groups = [[group.name, group.length, float(group.range)] for group in self.groups]
-        row = [groups, list(self.metrics), self.bits, self.capacity, float(self.weight_scale)]
+        row = [groups, list(self.metrics), self.bits, self.capacity, float(self.weight_scale), self.noised]
         return json.dumps(row, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Shape:
         """The inverse of `to_json`; refuses every other spelling. Raises `ShapeError`."""
         try:
-            groups, metrics, bits, capacity, weight_scale = json.loads(text)
-            shape = cls(tuple(Group(*group) for group in groups), tuple(metrics), bits, capacity, weight_scale)
+            groups, metrics, bits, capacity, weight_scale, noised = json.loads(text)
+            shape = cls(tuple(Group(*group) for group in groups), tuple(metrics), bits, capacity, weight_scale, noised)
             same = shape.to_json() == text
         except (ValueError, TypeError, RecursionError) as error:
             raise ShapeError("the text of a shape is not a JSON list of its groups, metrics and numbers.") from error

@@ -106,13 +106,13 @@ def fresh(work: Path) -> Path:
     return work
 
 
-def copy_project(work: Path, seed: int) -> Path:
-    """The example's bundle project with the seed written into run.toml."""
+def copy_project(work: Path, seed: int, run: str = "run.toml") -> Path:
+    """The example's bundle project with the seed written into run.toml, made from the file named `run`."""
     project = work / "project"
     shutil.copytree(HERE / "digits", project / "digits", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(HERE / name, project / name)
-    text = (HERE / "run.toml").read_text(encoding="utf-8")
+    text = (HERE / run).read_text(encoding="utf-8")
     (project / "run.toml").write_text(text.replace("seed = 0", f"seed = {seed}"), encoding="utf-8")
     return project
 

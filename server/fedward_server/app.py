@@ -82,7 +82,7 @@ def _rounds(
         collector: Collector = PlainCollector(config, algorithm, layout, transport, clock)
         if config.secure_sum.enabled:
             told = (transport, clock, run.root.name, config, algorithm, layout, metric_names)
-            collector = SecureCollector.over(*told, directory.roster, directory.envelope)
+            collector = SecureCollector.over(*told, directory.roster, run.ledger, directory.envelope)
         Rounds(
             config=config,
             algorithm=algorithm,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from fedward_common import ranges
@@ -11,11 +14,15 @@ from fedward_common.algorithms.base import SumAlgorithm
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reply, Request
+from fedward_common.privacy import site
+from fedward_common.privacy.budget import Limits, accounted, composed, would_exceed
+from fedward_common.privacy.events import to_json
+from fedward_common.privacy.ledger import Ledger, Release, ReleaseRefused, Unit
 from fedward_common.ranges import Scales
 from fedward_common.roster import Roster
 from fedward_common.secure import EVALUATE, TRAIN, WEIGHING, schema
-from fedward_common.summand import CLIPPED, Shape
-from fedward_common.update import Layout, Update
+from fedward_common.summand import CLIPPED, Shape, Words
+from fedward_common.update import Kind, Layout, Update
 
 from fedward_server import evaluation
 from fedward_server.aggregation import averages
@@ -133,11 +140,16 @@ class SecureCollector:
         layout: Layout,
         metric_names: tuple[str, ...],
         roster: Callable[[], Roster],
+        ledger: Path,
         envelope: Callable[[], bytes] = lambda: b"",
     ) -> SecureCollector:
-        """The collector of one run. envelope: the signed roster, as nodes are to be told it."""
+        """The collector of one run. ledger: file of what a run with [privacy] has released. envelope: the signed
+        roster, as nodes are to be told it."""
         rules = Enrolled(run, config, roster, envelope)
-        return cls(config, algorithm, layout, metric_names, SecureSum(transport, run, rules, Patience(clock)))
+        secure = SecureSum(transport, run, rules, Patience(clock))
+        if config.privacy is None:
+            return cls(config, algorithm, layout, metric_names, secure)
+        return PrivateCollector(config, algorithm, layout, metric_names, secure, Ledger(ledger, run))
 
     def hear(self, name: str, reply: Reply) -> None:
         self.secure.hear(name, reply)
@@ -231,6 +243,89 @@ class SecureCollector:
             return self.secure.sum(requests, shape, seconds, 1)
         except SumFailed as error:
             return error
+
+
+class BudgetSpent(FedwardError):
+    """The next round would cross the run's privacy budget."""
+
+
+@dataclass(frozen=True)
+class PrivateCollector(SecureCollector):
+    """Sums updates that the server does not see, and that hide each site's contribution. Nothing but updates is asked
+    for. ledger: the run's, in which every round stands before it is unmasked."""
+
+    ledger: Ledger | None = None
+
+    def train(
+        self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
+    ) -> Gathered:
+        assert self.ledger is not None and self.config.privacy is not None
+        first = next(iter(requests.values()))
+        of = site.Stamped(first.run, first.round, first.attempt)
+        ledger, length = self.ledger, self.layout.size(Kind.TRAINABLE)
+
+        def made(n: int) -> site.SiteMechanism:
+            return site.mechanism(self.config, length, n)
+
+        def release(n: int) -> Release:
+            return Release(
+                first.run, first.round, first.attempt, first.purpose.value, first.run, Unit.SITE, "server",
+                to_json(made(n).event),
+            )  # fmt: skip
+
+        def rule(releases: Sequence[Release], n: int) -> str | None:
+            options = self.config.privacy
+            assert options is not None
+            limits = Limits(max_epsilon_per_run=options.budget, delta=options.delta)
+            return would_exceed(releases, release(n), limits, accounted)
+
+        def read(shape: Shape, words: Words, count: int) -> Update:
+            # Shape and words are of the cohort; `count` of them are in the sum.
+            return Update({site.DELTA: made(shape.capacity).mean(words, count, of)}, float(count), {})
+
+        # What a smaller cohort would cost is the same but for the last digits: asked here, nobody trains in vain.
+        broken = rule(list(ledger.releases()), len(requests))
+        if broken:
+            raise BudgetSpent(broken)
+
+        def spend(n: int) -> None:
+            try:
+                ledger.append(release(n), lambda releases: rule(releases, n))
+            except ReleaseRefused as refused:
+                raise BudgetSpent(str(refused)) from refused
+
+        try:
+            done = self.secure.sum(
+                requests, lambda n: made(n).shape, self.config.cohort.deadline, quorum, others, note, read, spend
+            )
+        except SumFailed as error:
+            raise RoundFailed(str(error), error.failures) from error
+        told = {"secure_sum": done.told, "privacy": self._told(made(int(done.told["cohort"])))}
+        return Gathered(done.survivors, done.failures, done.mean, told=told)
+
+    def _told(self, made: site.SiteMechanism) -> dict[str, Any]:
+        """What the round's event says of privacy: ε of all rounds so far."""
+        options, ledger = self.config.privacy, self.ledger
+        assert options is not None and ledger is not None
+        epsilon = accounted(composed(ledger.releases()), options.delta)
+        return {
+            "unit": options.unit,
+            "mechanism": options.mechanism,
+            "epsilon": epsilon if math.isfinite(epsilon) else None,
+            "delta": options.delta,
+            "budget": options.budget,
+            "noise_multiplier": site.multiplier(self.config, self.layout.size(Kind.TRAINABLE)),
+            "event": json.loads(to_json(made.event)),
+        }
+
+    def evaluate(
+        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
+    ) -> Evaluation:
+        """Nothing: what a model scores on nodes' data would be a release."""
+        return Evaluation()
+
+    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+        return None
 
 
 def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,8 @@ round         round, of, cohort [names], replies [names], failures {name: failur
               central {…} or null, bytes_down, bytes_up, seconds;
               evaluate_failures {name: failure text} if any node failed to evaluate
 round_failed  round, reason, failures {name: failure text}, seconds
-run_finished  status (finished | stopped | early_stopped | failed), reason, round, best_round or null, seconds
+run_finished  status (finished | stopped | early_stopped | budget_spent | failed), reason, round, best_round or null,
+              seconds
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from fedward_common.records import (
     VectorRecord,
     assemble,
     deflate_once,
+    is_small,
     message_to_reply,
     release,
     request_to_message,
@@ -377,7 +378,7 @@ def _push_each(client: Any, run_id: int, messages: list[Message]) -> list[str]:
         contents = deflate_once(record for message in messages for record in message.content.values())
         for message in messages:
             message.metadata.__dict__["_message_id"] = message.object_id
-        if isinstance(client, DirectRuntime) and all(parcels.fits(message, contents) for message in messages):
+        if isinstance(client, DirectRuntime) and all(is_small(message, contents) for message in messages):
             sent = client.push_whole([_whole(message, contents) for message in messages])
         else:
             sent = _push_parts(client, run_id, messages, contents)

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from fedward_server.events import Event
 
-ENDS = frozenset({"finished", "early_stopped", "stopped", "failed"})
+ENDS = frozenset({"finished", "early_stopped", "budget_spent", "stopped", "failed"})
 """Status words of a run that is over."""
 
-_COLOURS = {"finished": "green", "early_stopped": "green", "stopped": "yellow", "failed": "red"}
+_COLOURS = {**dict.fromkeys(ENDS, "green"), "stopped": "yellow", "failed": "red"}
 
 
 class Display(Protocol):
@@ -49,6 +49,8 @@ class Row:
     """Why the round failed; empty if it did not."""
     clipped: int = 0
     """Coordinates, over all nodes, that were outside the secure sum's range."""
+    epsilon: float | None = None
+    """What the run has spent, with this round."""
 
 
 @dataclass
@@ -111,6 +113,7 @@ class Board:
                 event["bytes_up"],
                 event["seconds"],
                 clipped=sum((event.get("secure_sum") or {}).get("clipped", {}).values()),
+                epsilon=(event.get("privacy") or {}).get("epsilon"),
             )
         )
 
@@ -259,7 +262,11 @@ def render(board: Board, fit: int | None = None) -> RenderableType:
 
 def _table(rows: Iterable[Row], metric: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    headers = ("round", "replies", "failures", "train loss", "loss", metric, "MB down", "MB up", "seconds")
+    rows = list(rows)
+    private = any(row.epsilon is not None for row in rows)
+    headers = ["round", "replies", "failures", "train loss", "loss", metric, "MB down", "MB up", "seconds"]
+    if private:
+        headers.append("ε")
     for header in headers:
         # Only the reasons may wrap: numbers stay whole in a narrow window.
         wraps = header == "failures"
@@ -282,6 +289,7 @@ def _table(rows: Iterable[Row], metric: str) -> Table:
             megabytes(row.bytes_down),
             megabytes(row.bytes_up),
             f"{row.seconds:.2f}",
+            *(["–" if row.epsilon is None else f"{row.epsilon:.3g}"] if private else []),
             style="red" if row.reason else None,
         )
     return table
@@ -299,6 +307,8 @@ def plain_row(row: Row, metric: str) -> str:
         text += f"  {_clipped(row)}"
     named = (("train loss", row.train_loss), ("loss", row.loss), (metric, row.metric))
     text += "".join(f"  {name} {value:.4f}" for name, value in named if value is not None)
+    if row.epsilon is not None:
+        text += f"  ε {row.epsilon:.3g}"
     return f"{text}  down {megabytes(row.bytes_down)} MB  up {megabytes(row.bytes_up)} MB  {row.seconds:.2f} s"
 
 

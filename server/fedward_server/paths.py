@@ -137,6 +137,11 @@ class RunPaths:
         return self.root / "owner.json"
 
     @property
+    def ledger(self) -> Path:
+        """JSON lines: every release of a run with [privacy], before it was made."""
+        return self.root / "ledger.jsonl"
+
+    @property
     def stop(self) -> Path:
         """If this file exists, the run ends after the round in flight."""
         return self.root / "stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, TaskError
 from fedward_common.local import LocalRunner
+from fedward_common.privacy import site
+from fedward_common.privacy.accounting import Claim, spent
 from fedward_common.secagg.graph import Parameters
 from fedward_common.secagg.packing import packed_size
 from fedward_common.task import Task, load_task
@@ -27,11 +30,23 @@ _MEASURED_STEPS = 10
 
 
 @dataclass(frozen=True)
+class Privacy:
+    """What a run with [privacy] will have spent. spent: ε after every tenth round and the last one, by round.
+    last: the last round that the budget allows. noise_multiplier: z."""
+
+    noise_multiplier: float
+    spent: Mapping[int, float]
+    last: int
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What a round costs. Bytes are of tensors; messages add about 1 %.
 
     parameters: trainable ones. down, up: bytes a node and round. evaluation: bytes down for an evaluation.
     secure: neighbours, threshold and what a round survives, if it is a secure sum (evaluations then come with it).
+    privacy: ε over the rounds, if the run has [privacy].
     steps: K on the node whose data was measured, None if no data is here. step_seconds: one local step here.
     """
 
@@ -44,6 +59,7 @@ class Forecast:
     steps: int | None = None
     step_seconds: float | None = None
     secure: Parameters | None = None
+    privacy: Privacy | None = None
 
     @property
     def train_seconds(self) -> float | None:
@@ -69,6 +85,7 @@ def refusals(config: RunConfig, project: Path) -> list[str]:
         lambda: Bundle.open(build_bundle(project)).check(project),
         lambda: _check_task_packed(config, project),
         lambda: _check_initial(config, project),
+        lambda: _check_private(config, project),
     )
     for check in checks:
         try:
@@ -124,7 +141,8 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
     if config.secure_sum.enabled:
         parameters = config.secure_sum.parameters(cohort)
         summed = build_sum(config.algorithm).summed(layout, config.local)
-        up = packed_size(sum(layout.size(kind) for kind in summed.values()), config.secure_sum.bits)
+        length = sum(layout.size(kind) for kind in summed.values())
+        up = packed_size(site.padded(config, length), config.secure_sum.bits)
     result = Forecast(
         parameters=layout.size(Kind.TRAINABLE),
         buffers=layout.size(Kind.STATISTIC),
@@ -133,6 +151,7 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
         up=up,
         evaluation=0 if parameters else sum(vector.nbytes for vector in start.values()),
         secure=parameters,
+        privacy=None if config.privacy is None else privacy(config, layout.size(Kind.TRAINABLE), cohort),
     )
     if data_config is None:
         return result
@@ -141,6 +160,40 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
     per_epoch = math.ceil(examples / local.batch_size)
     steps = local.steps if local.steps is not None else (local.epochs or 1) * per_epoch
     return Forecast(**{**vars(result), "steps": steps, "step_seconds": step_seconds})
+
+
+def privacy(config: RunConfig, length: int, n: int) -> Privacy:
+    """ε of a run whose rounds have `n` nodes each, for a model of `length` parameters. Raises `ConfigError`."""
+    options = config.privacy
+    assert options is not None
+    event = site.mechanism(config, length, n).event
+
+    def after(rounds: int) -> Claim:
+        return spent([(event, rounds)], options.delta)
+
+    last, budget = config.rounds, options.budget
+    if budget is not None and after(last).epsilon > budget:
+        # ε grows with the rounds: the first one that is too many, counted from 0, follows the last that is not.
+        last = bisect_left(range(1, config.rounds + 1), True, key=lambda rounds: after(rounds).epsilon > budget)
+    shown = sorted({*range(10, last + 1, 10), last} - {0})
+    claim = after(max(1, last))
+    return Privacy(
+        site.multiplier(config, length), {r: after(r).epsilon for r in shown}, last, claim.assumptions
+    )
+
+
+def _check_private(config: RunConfig, project: Path) -> None:
+    if config.privacy is None:
+        return
+    task = open_task(config, project)
+    layout = Layout.of(task.model(), kinds_of(task))
+    if layout.size(Kind.STATISTIC):
+        raise TaskError(
+            f"privacy.unit = {config.privacy.unit!r}: the model has {layout.size(Kind.STATISTIC):,} float buffers, "
+            "such as batch norm's running means, which no norm bounds together with its parameters. Use GroupNorm or "
+            "LayerNorm, or mark them as private."
+        )
+    site.mechanism(config, layout.size(Kind.TRAINABLE), site.planned(config))
 
 
 def _measure(config: RunConfig, task: Task, data_config: Mapping[str, Any], broadcast: Vectors) -> tuple[int, float]:

@@ -22,7 +22,7 @@ from fedward_common.update import Layout, Vectors, all_finite
 from fedward_server import evaluation
 from fedward_server.aggregation import averages
 from fedward_server.checkpoint import Checkpoint, CheckpointError, Checkpoints, Standing
-from fedward_server.collecting import Collector, Gathered, RoundFailed
+from fedward_server.collecting import BudgetSpent, Collector, Gathered, RoundFailed
 from fedward_server.evaluation import Central, Evaluation, Means
 from fedward_server.events import EventLog, read_events
 from fedward_server.fencing import Fenced
@@ -37,7 +37,8 @@ _FAREWELL = 10.0  # seconds for the nodes to answer FINISH; one that does not he
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. status: finished | early_stopped | stopped | failed (reason says why)."""
+    """How a run ended. status: finished | early_stopped | budget_spent | stopped | failed (reason says
+    why)."""
 
     status: str
     reason: str
@@ -108,6 +109,8 @@ class Rounds:
                 now = self._evaluate_last(now)
         except StopRequested:
             status, reason = "stopped", f"asked to stop after round {now.round if now else 0}"
+        except BudgetSpent as spent:
+            status, reason = "budget_spent", str(spent)
         except Fenced:
             raise
         except FedwardError as error:

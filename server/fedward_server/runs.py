@@ -48,7 +48,7 @@ STOP_GRACE = 60.0
 _SHOWN = 4000
 """Characters of a lost server process's output that go into the log."""
 
-_ENDED = (RunStatus.FINISHED, RunStatus.EARLY_STOPPED, RunStatus.STOPPED, RunStatus.FAILED)
+_ENDED = (RunStatus.FINISHED, RunStatus.EARLY_STOPPED, RunStatus.BUDGET_SPENT, RunStatus.STOPPED, RunStatus.FAILED)
 _ACTIVE = (RunStatus.STARTING, RunStatus.RUNNING)
 
 

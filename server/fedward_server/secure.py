@@ -16,6 +16,7 @@ from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.roster import Roster
+from fedward_common.secagg.cells import Words
 from fedward_common.secagg.graph import NoProtection, Parameters
 from fedward_common.secagg.keys import Advertisement, AdvertisementError, Identities
 from fedward_common.secagg.messages import (
@@ -61,6 +62,8 @@ _TRAINING = 10.0
 """The same where nodes train."""
 
 Note = Callable[[str, Reply], None]
+Read = Callable[[Shape, Words, int], Update]
+"""The mean of so many summands from the sum of their words. Raises `UpdateError` and `WrongSum`."""
 
 
 class SumFailed(FedwardError):
@@ -178,13 +181,17 @@ class SecureSum:
         needed: int,
         others: Mapping[str, Request] | None = None,
         note: Note = lambda name, reply: None,
+        read: Read = decode,
+        before: Callable[[int], None] = lambda cohort: None,
     ) -> Summed:
         """Have the named nodes answer `requests` (TRAIN or EVALUATE), and sum what they hold.
 
         shape_for: the form of their vectors for a cohort of that size. seconds: for the work itself. needed: fewest
-        survivors that will do. others, note: as in `Gathering.run`. Raises `SumFailed`.
+        survivors that will do. others, note: as in `Gathering.run`. read: the sum. before: called with the cohort's
+        size when all is there to unmask the sum, and nothing has been revealed. Raises `SumFailed`, and what `before`
+        raises.
         """
-        return _Sum(self, requests, seconds, needed, others or {}, note).run(shape_for)
+        return _Sum(self, requests, seconds, needed, others or {}, note).run(shape_for, read, before)
 
 
 class _Sum:
@@ -212,14 +219,16 @@ class _Sum:
         self._names: list[str] = []
         """The cohort in the order of its indices; index i is self._names[i - 1]."""
 
-    def run(self, shape_for: Callable[[int], Shape]) -> Summed:
+    def run(self, shape_for: Callable[[int], Shape], read: Read, before: Callable[[int], None]) -> Summed:
         try:
             server, shape = self._start(shape_for)
             self._deal(server)
             self._mask(server, server.close_dealing())
             self._agree(server, server.close_masking())
-            self._unmask(server, server.close_agreement())
-            mean = decode(shape, server.unmask(), len(server.survivors))
+            request = server.close_agreement()
+            before(server.terms.n)
+            self._unmask(server, request)
+            mean = read(shape, server.unmask(), len(server.survivors))
         except (Aborted, NoProtection, ShapeError, UpdateError, WrongSum) as error:
             raise SumFailed(str(error), self._failures) from error
         parameters = server.terms.parameters

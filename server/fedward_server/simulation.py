@@ -249,8 +249,9 @@ def simulate(
     if config.secure_sum.enabled:
         names = metric_names(task)
         collector = SecureCollector.over(
-            transport, clock, paths.root.name, config, algorithm, server.layout, names, lambda: federation.roster
-        )
+            transport, clock, paths.root.name, config, algorithm, server.layout, names,
+            lambda: federation.roster, paths.ledger,
+        )  # fmt: skip
     return Rounds(
         config,
         algorithm,

@@ -60,6 +60,7 @@ class RunStatus(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     EARLY_STOPPED = "early_stopped"
+    BUDGET_SPENT = "budget_spent"
     STOPPED = "stopped"
     FAILED = "failed"
 

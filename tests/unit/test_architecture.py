@@ -25,6 +25,7 @@ USES_FLOWER = {
     "server/fedward_server/direct.py",
     "server/fedward_server/fleet.py",
     "server/fedward_server/grid.py",
+    "server/fedward_server/objects.py",
     "server/fedward_server/probe.py",
     "server/fedward_server/secure_sum.py",
     "server/fedward_server/strategy.py",

@@ -158,6 +158,14 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
         lost, colluding = secure.n - secure.survivors, secure.colluders
         survives = f"survives {_count(lost, 'drop-out')} and {_count(colluding, 'colluding node')}"
         line("secure sum", f"{secure.n} nodes, {graph}, threshold {secure.threshold} (t): {survives} a round")
+    private = cost.privacy
+    if private is not None and config.privacy is not None:
+        options = config.privacy
+        line("privacy", f"by {options.unit}, {options.mechanism} noise, z = {private.noise_multiplier:.4g}, "
+                        f"clip {options.clip:g}, δ = {options.delta:g}")  # fmt: skip
+        line("ε", ", ".join(f"{epsilon:.3g} after round {r}" for r, epsilon in private.spent.items()) or "–")
+        if private.last < config.rounds:
+            line("warning", f"the budget of ε = {options.budget:g} ends the run after round {private.last}")
     if config.evaluation.every:
         every = "every round" if config.evaluation.every == 1 else f"every {config.evaluation.every} rounds"
         cost_down = f"{megabytes(cost.evaluation)} MB down a node" if cost.evaluation else "with the next round's sum"

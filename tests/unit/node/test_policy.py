@@ -96,7 +96,9 @@ def test_the_strict_defaults() -> None:
 def test_the_default_file_says_the_defaults_and_names_every_key() -> None:
     text = default_policy_toml()
     assert parse_policy(text) == Policy()
-    assert set(tomllib.loads(text)) == set(Policy.model_fields) - {"max_memory_mb", "pinned_roster"}
+    optional = {name for name, field in Policy.model_fields.items() if field.examples}
+    assert optional == {"max_memory_mb", "pinned_roster", *Policy().epsilon_limits.by_rule()}
+    assert set(tomllib.loads(text)) == set(Policy.model_fields) - optional
     assert all(name in text for name in Policy.model_fields)
     # With the comment sign taken off, the optional keys are valid too.
     assert parse_policy(text.replace("# max_memory_mb", "max_memory_mb")).max_memory_bytes == 8192 << 20

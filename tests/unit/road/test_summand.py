@@ -10,7 +10,7 @@ from fedward_common.errors import UpdateError
 from fedward_common.summand import Group, Shape, ShapeError, decode
 
 SHAPE = Shape((Group("delta", 3, 0.5), Group("statistic", 2, 2.0)), ("train.examples", "train.loss"), 20, 10, 64.0)
-TEXT = '[[["delta",3,0.5],["statistic",2,2.0]],["train.examples","train.loss"],20,10,64.0]'
+TEXT = '[[["delta",3,0.5],["statistic",2,2.0]],["train.examples","train.loss"],20,10,64.0,0]'
 
 
 def test_the_layout():
@@ -46,10 +46,19 @@ def test_coordinates_are_read_from_their_levels():
     assert mean.groups["delta"].dtype == np.float64
 
 
+def test_noised_numbers_come_last():
+    shape = Shape(SHAPE.groups, SHAPE.metrics, 20, 10, 64.0, 7)
+    assert (shape.length, shape.noised_at) == (SHAPE.length + 7, SHAPE.length)
+    assert Shape.from_json(shape.to_json()) == shape != SHAPE
+    words = SHAPE.blank({**dict.fromkeys(SHAPE.scalars, 0.0), "weight": 1.0})
+    longer = np.concatenate([words, np.full(7, 12345, np.uint32)])
+    assert decode(shape, longer, 1).weight == 1.0
+
+
 def test_its_text():
     assert SHAPE.to_json() == TEXT
     assert Shape.from_json(TEXT) == SHAPE
-    assert Shape((Group("x", 1, 1),), (), 12, 2, 1).to_json() == '[[["x",1,1.0]],[],12,2,1.0]'
+    assert Shape((Group("x", 1, 1),), (), 12, 2, 1).to_json() == '[[["x",1,1.0]],[],12,2,1.0,0]'
 
 
 @pytest.mark.parametrize(
@@ -107,6 +116,8 @@ def test_other_texts_are_refused(text):
     ({"metrics": ("weight",)}, "'weight'"),
     ({"metrics": ("clipped.delta",)}, r"'clipped\.delta'"),
     ({"metrics": (3,)}, "names are text"),
+    ({"noised": -1}, "noised = -1"),
+    ({"noised": 2.0}, r"noised = 2\.0"),
 ])  # fmt: skip
 def test_a_shape_that_cannot_work_is_refused(change, rule):
     good = {"groups": SHAPE.groups, "metrics": SHAPE.metrics, "bits": 20, "capacity": 10, "weight_scale": 64.0}

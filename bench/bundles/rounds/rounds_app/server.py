@@ -40,7 +40,7 @@ def main(grid: Grid, context: Context) -> None:
     collector = PlainCollector(config, algorithm, layout, transport, clock)
     if members is not None:
         collector = SecureCollector.over(
-            transport, clock, paths.root.name, config, algorithm, layout, (), members.roster
+            transport, clock, paths.root.name, config, algorithm, layout, (), members.roster, paths.ledger
         )
     rounds = Rounds(
         config=config,

@@ -1,0 +1,215 @@
+"""What nodes send and what the server reads, where a run hides each site's contribution to a sum.
+
+A sum is over updates of L2 norm ≤ C, each counted once: how many there are is public, whose data are behind one of them
+is what the noise hides. Nothing else that depends on data is in it: no weight, no metric, no count of what was clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from fedward_common.config import RunConfig
+from fedward_common.errors import ConfigError, UpdateError
+from fedward_common.pipeline import Bounded, Quantize
+from fedward_common.privacy import distributed, noise
+from fedward_common.privacy.calibration import noise_multiplier
+from fedward_common.privacy.clip import clip
+from fedward_common.privacy.events import DiscreteGaussian, Event, Skellam
+from fedward_common.privacy.options import PrivacyOptions
+from fedward_common.privacy.rotation import padded_length, rotation_seed
+from fedward_common.secagg.masks import Keystream
+from fedward_common.summand import Group, Shape, Words, decode
+from fedward_common.update import Update, Vector
+
+DELTA = "delta"
+_LARGEST_SIGMA = 0.9 * math.sqrt(noise.LARGEST_VARIANCE)
+
+
+@dataclass(frozen=True)
+class Stamped:
+    """Of which round a vector is: the random rotation is another in each."""
+
+    run: str
+    round: int
+    attempt: int
+
+    @property
+    def rotation(self) -> bytes:
+        return rotation_seed(self.run, self.round, self.attempt)
+
+
+class SiteMechanism(Protocol):
+    """One round's mechanism, the same on nodes and server."""
+
+    @property
+    def name(self) -> str:
+        """What the journal calls the noise that a node adds; "" if it adds none."""
+
+    @property
+    def shape(self) -> Shape:
+        """The form of the round's summands."""
+
+    @property
+    def event(self) -> Event:
+        """What the round costs a site."""
+
+    def words(self, update: Vector, of: Stamped) -> Words:
+        """A node's summand: `update` clipped, and noised if that is the node's part. Raises `UpdateError`."""
+
+    def mean(self, total: Words, count: int, of: Stamped) -> Vector:
+        """The noisy mean of `count` updates, float64, from the sum of their words."""
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """Each node adds its share of the noise before it masks: `distributed.Mechanism`. The noise that `honest` nodes
+    bring is what is asked for; what the others bring comes on top of it."""
+
+    mechanism: distributed.Mechanism
+    name = "skellam-noise"
+
+    @property
+    def shape(self) -> Shape:
+        return Shape((), (), self.mechanism.bits, self.mechanism.summands, noised=self.mechanism.padded)
+
+    @property
+    def event(self) -> Event:
+        made = self.mechanism
+        return Skellam(made.l2, made.l1, made.variance(made.honest), made.truncation(made.honest))
+
+    def words(self, update: Vector, of: Stamped) -> Words:
+        words = np.empty(self.shape.length, np.uint32)
+        words[: self.shape.noised_at] = _ones(self.shape)[: self.shape.noised_at]
+        words[self.shape.noised_at :] = self.mechanism.encode(update, of.rotation)
+        return words
+
+    def mean(self, total: Words, count: int, of: Stamped) -> Vector:
+        shape = self.shape
+        decode(shape, total, count)  # its check words
+        words = distributed.without_carries(total, shape.bits, count, shape.noised_at)
+        return self.mechanism.decode(words[shape.noised_at :], count, of.rotation) / count
+
+
+@dataclass(frozen=True)
+class Central:
+    """The server adds discrete Gaussian noise to the sum of whole numbers that it has unmasked.
+
+    bound: C. spread: the standard deviation of the noise over C. Coordinates are whole numbers of steps 2R/L; R is C,
+    or more where the noise would otherwise be of more steps than its table holds.
+    """
+
+    length: int
+    bits: int
+    summands: int
+    bound: float
+    spread: float
+    name = ""
+
+    @property
+    def shape(self) -> Shape:
+        levels = Shape((), (), self.bits, self.summands).levels
+        room = self.spread * levels / 2 / _LARGEST_SIGMA
+        return Shape((Group(DELTA, self.length, self.bound * max(1.0, room)),), (), self.bits, self.summands)
+
+    @property
+    def event(self) -> Event:
+        return DiscreteGaussian(self._l2, self.spread * self._norm, 1, self.length)
+
+    def words(self, update: Vector, of: Stamped) -> Words:
+        clipped, _ = clip({DELTA: update.reshape(-1)}, self.bound)
+        bounded = Bounded(Update(clipped, 1.0, dict.fromkeys(self.shape.scalars[1:], 0.0)))
+        return Quantize(self.shape, Keystream())(bounded)
+
+    def mean(self, total: Words, count: int, of: Stamped) -> Vector:
+        mean: Vector = decode(self.shape, total, count).groups[DELTA]
+        law = noise.DiscreteGaussian((self.spread * self._norm) ** 2)
+        mean += noise.Noise.of(law).draw(self.length) * (self._step / count)
+        return mean
+
+    @property
+    def _step(self) -> float:
+        shape = self.shape
+        return 2 * shape.groups[0].range / shape.levels
+
+    @property
+    def _norm(self) -> float:
+        """C in steps."""
+        return self.bound / self._step
+
+    @property
+    def _l2(self) -> float:
+        """The most that one node moves the sum, in steps: rounding moves each coordinate by less than one."""
+        return self._norm + math.sqrt(self.length)
+
+
+def mechanism(config: RunConfig, length: int, n: int) -> SiteMechanism:
+    """The mechanism of a round of `n` nodes for updates of `length` coordinates. Raises `ConfigError`, and
+    `NoProtection` for a cohort too small for a secure sum."""
+    options = config.privacy
+    if options is None:
+        raise ConfigError("the run has no [privacy]")
+    return _made(config, options, length, n, multiplier(config, length))
+
+
+def multiplier(config: RunConfig, length: int) -> float:
+    """z: as given, or from target_epsilon for all rounds with `planned` nodes each. Raises `ConfigError`."""
+    options = config.privacy
+    assert options is not None
+    if options.noise_multiplier is not None:
+        return options.noise_multiplier
+    return _calibrated(config.model_dump_json(), length)
+
+
+def planned(config: RunConfig) -> int:
+    """Nodes that a round of this run is expected to have."""
+    return config.cohort.size or len(config.cohort.nodes) or config.cohort.min_nodes
+
+
+@lru_cache(maxsize=8)
+def _calibrated(text: str, length: int) -> float:
+    config = RunConfig.model_validate_json(text)
+    options = config.privacy
+    assert options is not None and options.target_epsilon is not None
+
+    def events(z: float) -> list[tuple[Event, int]]:
+        return [(_made(config, options, length, planned(config), z).event, config.rounds)]
+
+    return noise_multiplier(options.target_epsilon, options.delta, events)
+
+
+def _made(config: RunConfig, options: PrivacyOptions, length: int, n: int, z: float) -> SiteMechanism:
+    parameters = config.secure_sum.parameters(n)
+    bits = config.secure_sum.bits
+    if options.mechanism == "central":
+        return Central(length, bits, n, options.clip, z)
+    honest = parameters.survivors - parameters.colluders
+    made = distributed.plan(
+        dimension=length, bits=bits, summands=n, honest=honest, clip=options.clip, noise_multiplier=z
+    )
+    return Distributed(made)
+
+
+def _ones(shape: Shape) -> Words:
+    """The summand of one node that says nothing but that it is there."""
+    return shape.blank(dict.fromkeys(shape.scalars, 0.0) | {"weight": 1.0})
+
+
+def flat(update: Update) -> Vector:
+    """The one group of an update. Raises `UpdateError` for a model with float buffers."""
+    if set(update.groups) != {DELTA}:
+        raise UpdateError(
+            f"the update has groups {sorted(update.groups)}: with [privacy] a model may have no float buffers (running "
+            "means of batch norm), which no norm bounds together with parameters. Use GroupNorm or LayerNorm."
+        )
+    return update.groups[DELTA]
+
+
+def padded(config: RunConfig, length: int) -> int:
+    """Coordinates that travel."""
+    options = config.privacy
+    return padded_length(length) if options is not None and options.mechanism == "distributed" else length
