@@ -118,7 +118,7 @@ def test_the_surcharge_over_the_gaussian():
     assert surcharge[20] == pytest.approx(0.0002, abs=5e-5) and surcharge[20] < 0.001
 
 
-@pytest.mark.parametrize(("norm", "d"), [(0.5, 1), (10.48, 1), (3.0, 16), (100.0, 64), (20.0, 4096)])
+@pytest.mark.parametrize(("norm", "d"), [(0.5, 1), (10.48, 1), (3.0, 16), (100.0, 64), (20.0, 1024)])
 def test_rounding_holds_its_bound_as_often_as_is_said(norm, d):
     """But for β at most; 4 000 roundings each of the vectors that are hardest to tell."""
     rng = np.random.default_rng(0)
@@ -410,8 +410,7 @@ def test_other_words_are_refused():
 # Under the masks
 
 
-@pytest.mark.parametrize("bits", [12, 16, 20])
-@pytest.mark.parametrize("d", [1, 50, 3000])
+@pytest.mark.parametrize(("bits", "d"), [(12, 1), (12, 3000), (16, 1), (16, 50), (20, 3000)])
 def test_a_masked_sum_of_cells_gives_each_word_its_own_sum(bits, d):
     """The whole road: words after the check words, pairwise masks, packing, the sum as it comes, carries taken off."""
     nodes = 5
