@@ -70,6 +70,9 @@ class DirectRuntime:
         ids = [message.metadata.message_id for message, _ in messages]
         return [message_id if done else "" for message_id, done in zip(ids, stored, strict=True)]
 
+    def PushObject(self, request: Any) -> Any:
+        return runtime_handlers.push_object(request, self._state, self._task)
+
     def PullMessages(self, request: Any) -> Any:
         """Flower's, which checks every request and its node: asked for the requests that have a reply, a few at a time,
         and once a second for those which have expired. Small replies hold their objects (`parcels.py`)."""

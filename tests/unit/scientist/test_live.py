@@ -80,6 +80,16 @@ def test_the_table_says_what_happened() -> None:
     assert lines[5].split() == ["3/3", "2/3", "1.2500", "–", "–", "2.5", "1.25", "0.75"]
 
 
+def test_epsilon_is_shown_where_a_run_has_one() -> None:
+    spent = [round_(number, privacy={"epsilon": epsilon}) for number, epsilon in ((1, 1.0125), (2, 1.4849))]
+    lines = on_screen([STARTED, *spent]).splitlines()
+    assert [line.split()[-1] for line in lines[1:4]] == ["ε", "1.01", "1.48"]
+    assert plain([STARTED, *spent])[-2].count("ε 1.48") == 1
+    assert "ε" not in on_screen(RUN)
+    # Without a bound.
+    assert on_screen([STARTED, round_(1, privacy={"epsilon": None})]).splitlines()[2].split()[-1] == "0.75"
+
+
 def test_waiting_names_who_is_missing_and_why() -> None:
     picture = on_screen([STARTED, WAITING])
     assert "trial · scaffold · waiting: 1 of 3 nodes ready" in picture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ from click.testing import CliRunner, Result
 from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.cli import build
 from fedward_common.config import RunConfig, load_config
+from fedward_common.privacy.accounting import spent
+from fedward_common.privacy.exact_gaussian import epsilon_of
+from fedward_common.privacy.site import mechanism
 from fedward_server.keys import all_keys
 from fedward_server.plan import forecast, open_task, refusals
 from fedward_server.project import create
@@ -62,6 +66,57 @@ def test_the_forecast_of_a_secure_sum(project: Path) -> None:
     assert "10 nodes, all with all, threshold 7 (t): survives 2 drop-outs and 2" in " ".join(result.output.split())
     refused = fedward("plan", project / "run.toml", "--nodes", "2")
     assert refused.exit_code == 1 and "a secure sum needs at least 3" in " ".join(refused.output.split())
+
+
+PRIVATE = """
+[privacy]
+unit = "site"
+mechanism = "distributed"
+clip = 1.0
+"""
+
+
+def private(project: Path, rules: str, rounds: int = 40) -> Path:
+    edit("run.toml", "rounds = 10", f"rounds = {rounds}")(project)
+    edit("run.toml", "every = 1  ", "every = 0  ")(project)
+    with (project / "run.toml").open("a") as file:
+        file.write(f"{PRIVATE}{rules}\n")
+    return project / "run.toml"
+
+
+def test_the_forecast_of_privacy(project: Path) -> None:
+    run = private(project, "noise_multiplier = 5.0\nmax_epsilon = 6.0")
+    config = load_config(run)
+    found = forecast(config, open_task(config, project), 10, None).privacy
+    assert found is not None
+    # Gaussian noise of z = 5 has 2.7 after ten rounds (exactly: Balle & Wang 2018); Skellam's bound is a little more.
+    exact = {rounds: epsilon_of(1e-5, math.sqrt(rounds) / 5.0) for rounds in (10, 20, 30)}
+    for rounds, epsilon in exact.items():
+        assert epsilon < found.spent[rounds] < 1.15 * epsilon
+    assert list(found.spent) == [10, 20, 30, found.last] and found.spent[found.last] <= 6.0
+    event = mechanism(config, 2410, 10).event
+    assert spent([(event, found.last + 1)], 1e-5).epsilon > 6.0
+    shown = " ".join(fedward("plan", run, "--nodes", "10").output.split())
+    assert "by site, distributed noise, z = 5" in shown
+    assert f"the budget of ε = 6 ends the run after round {found.last}" in shown
+    # 4096 words, the next power of two, of 20 bits, three to a cell.
+    assert f"{-(-4096 // 3) * 7.5 / 1e6:.3g} MB a node" in shown
+
+
+def test_a_target_becomes_noise(project: Path) -> None:
+    config = load_config(private(project, "target_epsilon = 3.0"))
+    found = forecast(config, open_task(config, project), 3, None).privacy
+    assert found is not None and found.last == 40
+    assert 2.9 < found.spent[40] <= 3.0
+    assert found.noise_multiplier > math.sqrt(40) / 3
+
+
+def test_privacy_and_batch_norm(project: Path) -> None:
+    file = next(path for path in project.rglob("*.py") if "nn.Linear" in path.read_text())
+    run = private(project, "noise_multiplier = 1.0")
+    file.write_text(file.read_text().replace("nn.ReLU()", "nn.BatchNorm1d(32), nn.ReLU()"))
+    refused = fedward("plan", run, "--nodes", "10")
+    assert refused.exit_code == 1 and "GroupNorm" in refused.output
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from fedward_common import parcels
 from fedward_server.direct import DirectRuntime
+from fedward_server.grid import _pull_each, _push_each, _Read
 from flower_state import ANSWER, DELTA, PARCEL, Server, whole
-from flwr.app import Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.constant import NOOP_FLWR_AID
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
@@ -53,6 +56,36 @@ def test_there_and_back(server: Server, runtime: DirectRuntime) -> None:
     # Few at a time, since each may be large; and nothing is left behind.
     assert calls > 1
     assert len(server.state.object_store) == server.replies() == server.state.num_message_ins() == 0
+
+
+@pytest.mark.parametrize("whole_one", [True, False])
+def test_a_transport_sends_and_reads_both_kinds(server: Server, runtime: DirectRuntime, whole_one: bool) -> None:
+    def record() -> Any:
+        # Anew each time: what was sent is emptied.
+        return ConfigRecord({"d": b"d"}) if whole_one else ArrayRecord({"w": Array(np.arange(5.0))})
+
+    message, objects = server.request(record())
+    (message_id,) = _push_each(runtime, server.run, [message])
+    assert {name: server.stored(name) for name in objects} == objects
+    (found,) = server.pull(PARCEL).messages_list
+    assert found.metadata.message_id == message_id
+    assert parcels.take(found) == (objects if whole_one else {})
+    # The answer, as such a node sends it.
+    answer, parts = server.reply(message, record())
+    if whole_one:
+        server.push(answer, parts)
+    else:
+        session = server.announce(answer)
+        for name, content in parts.items():
+            assert server.state.store_object(server.run, session, name, content)
+    read = _Read(runtime, server.run)
+    pulled = _pull_each(runtime, server.run, {message_id: "a"}, lambda: False, lambda names: names, read)
+    ((request_id, reply),) = list(pulled)
+    assert request_id == message_id and isinstance(reply, Message)
+    assert reply.content["fedward"] == record()
+    while read.delete_one():
+        pass
+    assert not any(server.stored(name) for name in parts)
 
 
 def test_a_reply_that_comes_one_by_one_is_announced(server: Server, runtime: DirectRuntime) -> None:
