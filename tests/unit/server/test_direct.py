@@ -60,18 +60,18 @@ def test_there_and_back(server: Server, runtime: DirectRuntime) -> None:
 
 @pytest.mark.parametrize("whole_one", [True, False])
 def test_a_transport_sends_and_reads_both_kinds(server: Server, runtime: DirectRuntime, whole_one: bool) -> None:
-    def record() -> Any:
+    def record(size: int) -> Any:
         # Anew each time: what was sent is emptied.
-        return ConfigRecord({"d": b"d"}) if whole_one else ArrayRecord({"w": Array(np.arange(5.0))})
+        return ConfigRecord({"d": bytes(size)}) if whole_one else ArrayRecord({"w": Array(np.arange(size))})
 
-    message, objects = server.request(record())
+    message, objects = server.request(record(5))
     (message_id,) = _push_each(runtime, server.run, [message])
     assert {name: server.stored(name) for name in objects} == objects
     (found,) = server.pull(PARCEL).messages_list
     assert found.metadata.message_id == message_id
     assert parcels.take(found) == (objects if whole_one else {})
     # The answer, as such a node sends it.
-    answer, parts = server.reply(message, record())
+    answer, parts = server.reply(message, record(6))
     if whole_one:
         server.push(answer, parts)
     else:
@@ -82,7 +82,7 @@ def test_a_transport_sends_and_reads_both_kinds(server: Server, runtime: DirectR
     pulled = _pull_each(runtime, server.run, {message_id: "a"}, lambda: False, lambda names: names, read)
     ((request_id, reply),) = list(pulled)
     assert request_id == message_id and isinstance(reply, Message)
-    assert reply.content["fedward"] == record()
+    assert reply.content["fedward"] == record(6)
     while read.delete_one():
         pass
     assert not any(server.stored(name) for name in parts)
