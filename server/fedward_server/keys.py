@@ -35,8 +35,9 @@ def all_keys() -> Iterator[Key]:
     for name, field in RunConfig.model_fields.items():
         if name == "algorithm":
             continue
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            tables.append((name, field.annotation))
+        model = _table(field.annotation)
+        if model is not None:
+            tables.append((name, model))
         else:
             yield _key("", name, field)
     for table, model in tables:
@@ -50,6 +51,14 @@ def all_keys() -> Iterator[Key]:
                 summary = (implementation.__doc__ or "").strip().splitlines()
                 text = summary[0] if summary else ""
                 yield Key(f'algorithm, name = "{algorithm}"', "name", f'"{algorithm}"', "required", text)
+
+
+def _table(annotation: Any) -> type[BaseModel] | None:
+    """The model of a table, which may be left out; None for a single key."""
+    for part in (annotation, *get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+    return None
 
 
 def _key(table: str, name: str, field: FieldInfo) -> Key:

@@ -16,6 +16,7 @@ from fedward_common.cli import build
 from fedward_common.config import RunConfig, load_config
 from fedward_common.privacy.accounting import spent
 from fedward_common.privacy.exact_gaussian import epsilon_of
+from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.privacy.site import mechanism
 from fedward_server.keys import all_keys
 from fedward_server.plan import forecast, open_task, refusals
@@ -199,14 +200,14 @@ def test_a_bad_configuration_is_refused_first(project: Path) -> None:
 
 def test_keys_are_those_of_the_schema() -> None:
     listed = {(key.table, key.name) for key in all_keys()}
-    for table in ("local", "cohort", "evaluation", "secure_sum"):
-        annotation = RunConfig.model_fields[table].annotation
-        assert {name for where, name in listed if where == table} == set(annotation.model_fields)  # type: ignore[union-attr]
+    tables = {name: RunConfig.model_fields[name].annotation for name in ("local", "cohort", "evaluation", "secure_sum")}
+    for table, model in {**tables, "privacy": PrivacyOptions}.items():
+        assert {name for where, name in listed if where == table} == set(model.model_fields)  # type: ignore[union-attr]
     for name, algorithm in ALGORITHMS.items():
         where = f'algorithm, name = "{name}"'
         assert {key for table, key in listed if table == where} == set(algorithm.Options.model_fields)
     top = {name for where, name in listed if where == ""}
-    assert top == set(RunConfig.model_fields) - {"algorithm", "local", "cohort", "evaluation", "secure_sum"}
+    assert top == set(RunConfig.model_fields) - {"algorithm", "privacy", *tables}
 
 
 def test_keys_have_types_defaults_and_meanings() -> None:
@@ -215,6 +216,7 @@ def test_keys_have_types_defaults_and_meanings() -> None:
     assert keys["cohort", "deadline"].type == "number > 0 ≤ 604800" and keys["cohort", "deadline"].default == "600.0"
     assert keys["cohort", "nodes"].type == "list of text" and keys["cohort", "nodes"].default == "[]"
     assert keys["cohort", "size"].default == "–"
+    assert keys["privacy", "clip"].default == "required" and ("", "privacy") not in keys
     assert keys["evaluation", "stop_mode"].type == '"max" | "min"'
     assert keys['algorithm, name = "scaffold"', "option"].default == '"II"'
     for key in keys.values():
