@@ -86,6 +86,7 @@ def check_a_poisson_sample(rate, noise, count, what, factor):
 poisson = given(rates, noises, rounds, st.sampled_from(["rounds", "noise", "rate"]), st.floats(1.05, 2.0))
 
 
+@pytest.mark.slow
 @poisson
 @settings(max_examples=4, deadline=None)
 def test_a_poisson_sample(rate, noise, count, what, factor):

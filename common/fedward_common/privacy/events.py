@@ -108,7 +108,8 @@ class FixedSizeGaussian:
                 f"{self.kind}: size = {self.size} is more than the population of {self.population}: without "
                 "replacement at most all take part. Lower size, or correct population."
             )
-        _between(self, "noise_multiplier", *_MULTIPLIERS)
+        least, _, way_out = _MULTIPLIERS
+        _between(self, "noise_multiplier", least, 1e7, way_out)  # with more, its divergence is lost in rounding
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from fedward_common.secagg.masks import Keystream
 Whole = npt.NDArray[np.int32]
 
 SMALLEST_VARIANCE, LARGEST_VARIANCE = 2.0**-20, 1e10
-"""The largest table then has 1.2 million entries in 24 MB."""
+"""The largest table then has 1.2 million entries in 28 MB."""
 
 _TAIL_BITS = 100
 """The table ends where less than 2^-100 is left."""

@@ -99,8 +99,9 @@ class Distributed:
 class Central:
     """The server adds discrete Gaussian noise to the sum of whole numbers that it has unmasked.
 
-    bound: C. spread: the standard deviation of the noise over C. Coordinates are whole numbers of steps 2R/L; R is C,
-    or more where the noise would otherwise be of more steps than its table holds.
+    bound: C. spread: z, the standard deviation of the noise over the most that a node moves the sum: C and what
+    rounding adds. Coordinates are whole numbers of steps 2R/L; R is C, or more where the noise would otherwise be of
+    more steps than its table holds. Raises `ConfigError` where no table holds it.
     """
 
     length: int
@@ -113,12 +114,20 @@ class Central:
     @property
     def shape(self) -> Shape:
         levels = Shape((), (), self.bits, self.summands).levels
-        room = self.spread * levels / 2 / _LARGEST_SIGMA
-        return Shape((Group(DELTA, self.length, self.bound * max(1.0, room)),), (), self.bits, self.summands)
+        # The largest C in steps whose noise has a table: (C + √d)·z ≤ σ.
+        steps = _LARGEST_SIGMA / self.spread - math.sqrt(self.length)
+        if steps <= 0:
+            raise ConfigError(
+                f"noise multiplier {self.spread:g} for {self.length:,} coordinates: the noise would be beyond its "
+                "table. Use mechanism = 'distributed', or less noise."
+            )
+        widened = max(1.0, levels / 2 / steps)
+        return Shape((Group(DELTA, self.length, self.bound * widened),), (), self.bits, self.summands)
 
     @property
     def event(self) -> Event:
-        return DiscreteGaussian(self._l2, self.spread * self._norm, 1, self.length)
+        gap = noise.Noise.of(self._law).truncation(self.length)
+        return DiscreteGaussian(self._l2, math.sqrt(self._law.variance), 1, self.length, gap)
 
     def words(self, update: Vector, of: Stamped) -> Words:
         clipped, _ = clip({DELTA: update.reshape(-1)}, self.bound)
@@ -127,9 +136,12 @@ class Central:
 
     def mean(self, total: Words, count: int, of: Stamped) -> Vector:
         mean: Vector = decode(self.shape, total, count).groups[DELTA]
-        law = noise.DiscreteGaussian((self.spread * self._norm) ** 2)
-        mean += noise.Noise.of(law).draw(self.length) * (self._step / count)
+        mean += noise.Noise.of(self._law).draw(self.length) * (self._step / count)
         return mean
+
+    @property
+    def _law(self) -> noise.DiscreteGaussian:
+        return noise.DiscreteGaussian((self.spread * self._l2) ** 2)
 
     @property
     def _step(self) -> float:

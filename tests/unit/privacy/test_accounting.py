@@ -79,6 +79,7 @@ def test_published_values(row):
         assert claim.accountant == "PLD"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ORACLES, ids=str)
 def test_rdp_as_opacus_at_its_orders(row):
     from opacus.accountants import RDPAccountant
@@ -88,6 +89,7 @@ def test_rdp_as_opacus_at_its_orders(row):
     assert claim.accountant == "RDP"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [*list(ORACLES)[:2], *GRID], ids=str)
 def test_never_below_pld_at_finer_losses(row):
     event, rounds = row
@@ -448,6 +450,15 @@ def test_one_more_round_is_quick():
     for _ in range(1000):
         spent([(event, 305)], DELTA)
     assert time.process_time() - start < 1
+
+
+def test_very_many_releases():
+    """Composed in blocks; dp-accounting would take hours for the second."""
+    many = (SampledGaussian(0.001, 2.0), 150_000)
+    peer = worst_pair(0.001, 2.0, 150_000)
+    assert peer <= spent([many], DELTA).epsilon <= peer * 1.0001
+    event, rounds = SampledGaussian(6.8e-5, 1e8), 400_000_000
+    assert 0 <= spent([(event, rounds)], DELTA).epsilon <= epsilon_of(DELTA, math.sqrt(rounds) / 1e8)
 
 
 def test_noise_that_is_not_sampled_needs_no_library():

@@ -280,8 +280,8 @@ def test_rounding_and_noise_take_a_fresh_key_each(monkeypatch):
 def test_a_zero_update_is_nothing_but_noise(d):
     made = planned(dimension=d)
     assert not silent(made).decode(silent(made).encode(np.zeros(d), SEED), 1, SEED).any()
-    drawn = np.concatenate([whole(made, made.encode(np.zeros(d), SEED)) for _ in range(3000 // d)])
-    assert drawn.std() == pytest.approx(math.sqrt(made.law.variance), rel=0.1)
+    drawn = np.concatenate([whole(made, made.encode(np.zeros(d), SEED)) for _ in range(1000 // d)])
+    assert drawn.std() == pytest.approx(math.sqrt(made.law.variance), rel=0.15)
 
 
 def test_one_number_without_a_dimension():
@@ -342,12 +342,12 @@ def test_a_rounding_over_the_bound_is_drawn_again():
 
 @pytest.mark.parametrize("z", [0.01, 0.3, 3.0])
 def test_sums_wrap_around_as_seldom_as_is_said(z):
-    """All nodes send the same vector of the largest norm. 2^18 coordinates: 26 beyond are expected, and many more
+    """All nodes send the same vector of the largest norm. 2^17 coordinates: 13 beyond are expected, and many more
     where the scale is twice as large."""
     nodes, d = 20, 1 << 12
     made = planned(dimension=d, summands=nodes, honest=nodes, noise_multiplier=z, bits=16)
     beyond, twice = 0, 0
-    for number in range(64):
+    for number in range(32):
         seed = rotation_seed("wrap", number, 1)
         vector = normal(d, 2.0, seed=number)
         # One draw of nodes times the variance is the sum of as many draws (a Skellam's).
@@ -356,7 +356,7 @@ def test_sums_wrap_around_as_seldom_as_is_said(z):
         half = made.modulus / 2
         beyond += np.count_nonzero((total < -half) | (total >= half))
         twice += np.count_nonzero(np.abs(2 * total) >= half)
-    assert beyond < 26 + 5 * math.sqrt(26)
+    assert beyond < 13 + 5 * math.sqrt(13)
     assert twice > 1000
 
 

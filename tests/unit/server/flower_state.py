@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from flwr.common.constant import NOOP_FLWR_AID, SUPERLINK_NODE_ID
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
 from flwr.proto.node_pb2 import Node
+from flwr.supercore import sql_mixin
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.task_identity import TaskIdentity
@@ -35,10 +39,24 @@ def context(*headers: tuple[str, str]) -> Any:
     return SimpleNamespace(invocation_metadata=lambda: headers, is_active=lambda: True, abort=abort)
 
 
+@cache
+def migrated() -> bytes:
+    """An empty database with Flower's tables, which take a second to make."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "superlink.db"
+        store = ObjectStore(str(path))
+        store.initialize()
+        with sqlite3.connect(path) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return path.read_bytes()
+
+
 class Server:
     """A Fleet whose state has a run, that counts as running, and a node."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path.write_bytes(migrated())
+        monkeypatch.setattr(sql_mixin, "run_migrations", lambda engine: None)
         store = ObjectStore(str(path))
         store.initialize()
         self.state = LinkState(str(path), NoOpFederationManager(), store)
