@@ -19,7 +19,7 @@ from typing import Any
 from fedward_common.config import RunConfig, parse_config
 from fedward_common.errors import FedwardError
 from fedward_common.local import LocalRunner
-from fedward_common.messages import Request, Stamp
+from fedward_common.messages import Failure, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant
 from fedward_common.records import array_record, message_to_request, reply_to_message
 from fedward_common.task import load_task
@@ -98,7 +98,12 @@ def _answer(message: Message, context: Context) -> Message:
     node = str(context.node_config.get(_NAME, f"node-{context.node_id}"))
     runner = _runner(config_json, node, json.dumps(_data_config(context.node_config)))
     store = ContextStore(context.state, request.run)
-    participant = Participant(parse_config(json.loads(config_json)), store, runner.do)
+    config = parse_config(json.loads(config_json))
+    if config.secure_sum.enabled:
+        # Whoever asks for a secure run and for plain updates in it gets none.
+        failure = Failure(Reason.SECURE_SUM, "a stock SuperNode has no enrolled identity to take part with")
+        return reply_to_message(Reply(request.purpose, request.run, failure=failure), message)
+    participant = Participant(config, store, runner.do)
     return reply_to_message(participant.handle(request), message)
 
 

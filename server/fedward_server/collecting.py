@@ -20,6 +20,7 @@ from fedward_common.privacy.events import to_json
 from fedward_common.privacy.ledger import Ledger, Release, ReleaseRefused, Unit
 from fedward_common.ranges import Scales
 from fedward_common.roster import Roster
+from fedward_common.secagg.graph import NoProtection
 from fedward_common.secure import EVALUATE, TRAIN, WEIGHING, schema
 from fedward_common.summand import CLIPPED, Shape, Words
 from fedward_common.update import Kind, Layout, Update
@@ -284,7 +285,10 @@ class PrivateCollector(SecureCollector):
             return Update({site.DELTA: made(shape.capacity).mean(words, count, of)}, float(count), {})
 
         # What a smaller cohort would cost is the same but for the last digits: asked here, nobody trains in vain.
-        broken = rule(list(ledger.releases()), len(requests))
+        try:
+            broken = rule(list(ledger.releases()), len(requests))
+        except NoProtection as error:
+            raise RoundFailed(str(error), {}) from error
         if broken:
             raise BudgetSpent(broken)
 

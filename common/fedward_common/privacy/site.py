@@ -22,11 +22,14 @@ from fedward_common.privacy.clip import clip
 from fedward_common.privacy.events import DiscreteGaussian, Event, Skellam
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.privacy.rotation import padded_length, rotation_seed
+from fedward_common.secagg.graph import MIN_COHORT
 from fedward_common.secagg.masks import Keystream
 from fedward_common.summand import Group, Shape, Words, decode
 from fedward_common.update import Update, Vector
 
 DELTA = "delta"
+_MORE = 10
+"""How many times as many nodes as `min_nodes` may come before a run with a target ends a round early."""
 _LARGEST_SIGMA = 0.9 * math.sqrt(noise.LARGEST_VARIANCE)
 
 
@@ -179,19 +182,28 @@ def multiplier(config: RunConfig, length: int) -> float:
 
 def planned(config: RunConfig) -> int:
     """Nodes that a round of this run is expected to have."""
-    return config.cohort.size or len(config.cohort.nodes) or config.cohort.min_nodes
+    return max(MIN_COHORT, config.cohort.size or len(config.cohort.nodes) or config.cohort.min_nodes)
 
 
 @lru_cache(maxsize=8)
 def _calibrated(text: str, length: int) -> float:
     config = RunConfig.model_validate_json(text)
     options = config.privacy
-    assert options is not None and options.target_epsilon is not None
+    assert options is not None
+    target = options.target_epsilon
+    assert target is not None
 
-    def events(z: float) -> list[tuple[Event, int]]:
-        return [(_made(config, options, length, planned(config), z).event, config.rounds)]
+    def needed(n: int) -> float:
+        def events(z: float) -> list[tuple[Event, int]]:
+            return [(_made(config, options, length, n, z).event, config.rounds)]
 
-    return noise_multiplier(options.target_epsilon, options.delta, events)
+        return noise_multiplier(target, options.delta, events)
+
+    # A larger cohort leaves fewer levels to each node, which costs a little: rounds of more nodes are to fit too.
+    most = planned(config)
+    if not (config.cohort.size or config.cohort.nodes):
+        most *= _MORE
+    return max(needed(planned(config)), needed(most))
 
 
 def _made(config: RunConfig, options: PrivacyOptions, length: int, n: int, z: float) -> SiteMechanism:

@@ -177,6 +177,27 @@ def test_drop_outs_leave_the_noise_that_was_asked_for(tmp_path: Path) -> None:
     assert len(events) == 1
 
 
+def test_a_cohort_that_is_too_small_fails_its_round_and_not_the_run(tmp_path: Path) -> None:
+    class Away(Faults):
+        """Four of six are away in the first attempts."""
+
+        looks = 0
+
+        def online(self, node: str) -> bool:
+            self.looks += 1
+            return node in ("node-0", "node-1") or not 12 < self.looks < 60
+
+    paths = RunPaths(tmp_path / "run")
+    outcome = simulate(config(rounds=2, cohort={"min_nodes": 3, "wait": 60}), Task(), N, paths, faults=Away())
+    assert outcome.status == "finished", outcome.reason
+    assert len(verify(paths.ledger).releases) == 2
+
+
+def test_a_run_that_names_no_number_of_nodes(tmp_path: Path) -> None:
+    quiet = config(cohort={}, rounds=1, privacy={"noise_multiplier": None, "target_epsilon": 4.0})
+    assert simulate(quiet, Task(), N, RunPaths(tmp_path / "run")).status == "finished"
+
+
 def test_what_no_norm_bounds_is_refused(tmp_path: Path) -> None:
     outcome = simulate(config(cohort={"min_nodes": N, "max_failed_rounds": 1}), Normed(), N, RunPaths(tmp_path / "run"))
     assert outcome.status == "failed"
