@@ -46,7 +46,12 @@ class Fleet(FleetServicer):
         return found
 
     def PushMessages(self, request: PushMessagesRequest, context: Any) -> PushMessagesResponse:
-        """Flower's; a message that holds its objects is stored with them."""
+        """Flower's; a message that holds its objects is stored with them. None is taken in another node's name."""
+        for sent in request.messages_list:
+            # Flower holds a reply against its request alone: who knows its id could answer for its node.
+            if sent.metadata.src_node_id != request.node.node_id:
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, "the message is not that of the node that sends it")
+                raise PermissionError
         try:
             objects = parcels.take(request.messages_list[0]) if request.messages_list else {}
             if objects:

@@ -88,7 +88,8 @@ class Server:
         return session
 
     def push(self, message: Message, objects: Mapping[str, bytes]) -> None:
-        request = PushMessagesRequest(messages_list=[message_to_proto(remove_content_from_message(message))])
+        sent = message_to_proto(remove_content_from_message(message))
+        request = PushMessagesRequest(node=Node(node_id=self.node), messages_list=[sent])
         parcels.fill(request.messages_list[0], objects)
         self.fleet.PushMessages(request, context())
 

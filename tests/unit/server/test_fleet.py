@@ -144,11 +144,18 @@ def test_a_run_that_is_over_takes_no_answer(server: Server, monkeypatch: pytest.
     assert server.replies() == 0
 
 
-def test_an_answer_in_another_nodes_name_is_not_stored(server: Server) -> None:
+@pytest.mark.parametrize("parts_with_it", [True, False])
+def test_an_answer_in_another_nodes_name_is_refused(server: Server, parts_with_it: bool) -> None:
     asked, objects = server.request(DELTA)
     server.state.store_whole(remove_content_from_message(asked), objects)
     answer, parts = whole(Message(RecordDict({"fedward": ANSWER}), reply_to=asked), server.run, server.node + 1)
-    server.push(answer, parts)
+    with pytest.raises(PermissionError, match="not that of the node"):
+        server.push(answer, parts if parts_with_it else {})
+    # As the node that was asked, but sent by another one.
+    answer, parts = server.reply(asked, ANSWER)
+    server.node += 1
+    with pytest.raises(PermissionError, match="not that of the node"):
+        server.push(answer, parts if parts_with_it else {})
     assert server.replies() == 0 and not any(server.stored(name) for name in parts)
 
 
