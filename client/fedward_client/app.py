@@ -95,15 +95,14 @@ def _data_config(node_config: Mapping[str, Any]) -> dict[str, Any]:
 def _answer(message: Message, context: Context) -> Message:
     request = message_to_request(message)
     config_json = _configuration(request, context)
-    node = str(context.node_config.get(_NAME, f"node-{context.node_id}"))
-    runner = _runner(config_json, node, json.dumps(_data_config(context.node_config)))
-    store = ContextStore(context.state, request.run)
     config = parse_config(json.loads(config_json))
     if config.secure_sum.enabled:
         # Whoever asks for a secure run and for plain updates in it gets none.
         failure = Failure(Reason.SECURE_SUM, "a stock SuperNode has no enrolled identity to take part with")
         return reply_to_message(Reply(request.purpose, request.run, failure=failure), message)
-    participant = Participant(config, store, runner.do)
+    node = str(context.node_config.get(_NAME, f"node-{context.node_id}"))
+    runner = _runner(config_json, node, json.dumps(_data_config(context.node_config)))
+    participant = Participant(config, ContextStore(context.state, request.run), runner.do)
     return reply_to_message(participant.handle(request), message)
 
 

@@ -237,7 +237,10 @@ class Guard:
         self._cleaned = time.monotonic()
         days = self._settings.node.keep_runs_days
         try:
-            for run in old_runs.forget(self._member.paths.runs, set(self._sessions), days):
+            # Not while a run is opened again.
+            with self._admission:
+                gone = old_runs.forget(self._member.paths.runs, set(self._sessions), days)
+            for run in gone:
                 log.info("run %s: its state here is deleted, unused for %g days (keep_runs_days)", run[:8], days)
         except OSError as error:
             log.error("the state of old runs cannot be deleted: %s", error)

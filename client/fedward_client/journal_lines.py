@@ -1,19 +1,13 @@
-"""What a line of the journal is, and reading the lines from either end.
-
-A line is a JSON object; its hash is the SHA-256 of its bytes without the newline. Each holds `number` (1, 2, 3 …) and
-`previous`, the hash of the line before. Bytes that are no such object are what a crash left of a line: a prefix of a
-JSON object never is one.
-"""
+"""What a line of the journal is; how lines hang together is `fedward_common.chain`."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fedward_common import chain
+from fedward_common.chain import Line, Torn
 
 MESSAGE = "message"
 """A message that was about to leave."""
@@ -24,83 +18,19 @@ OPENED = "opened"
 CLOSED = "closed"
 """The guard stopped in order: everything that it sent is counted."""
 
-_BLOCK = 1 << 16
-
-
-@dataclass(frozen=True)
-class Line:
-    """One whole line. start, end: where its bytes begin and end in the file, without the newline."""
-
-    entry: dict[str, Any]
-    sha256: str
-    start: int
-    end: int
-
-    @property
-    def number(self) -> int:
-        return int(self.entry["number"])
-
-    @property
-    def head(self) -> str:
-        """The line as somebody may remember it: NUMBER:HASH."""
-        return f"{self.number}:{self.sha256}"
-
-
-@dataclass(frozen=True)
-class Torn:
-    """Bytes between two lines (or behind the last) that are no line, newlines included."""
-
-    start: int
-    size: int
-    sha256: str
-
-
 def genesis(node_id: str) -> str:
     """What the first line's `previous` is: the SHA-256 of this text."""
-    return hashlib.sha256(f"fedward journal 1 of node {node_id}".encode()).hexdigest()
+    return chain.genesis(f"fedward journal 1 of node {node_id}")
 
 
 def forwards(path: Path) -> Iterator[Line | Torn]:
     """Everything in the journal from its beginning; nothing if there is no file."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        at, torn_at, torn = 0, 0, hashlib.sha256()
-        for raw in file:
-            line = _line(raw.removesuffix(b"\n"), at)
-            if line is None:
-                torn.update(raw)
-            else:
-                if torn_at < at:
-                    yield Torn(torn_at, at - torn_at, torn.hexdigest())
-                yield line
-                torn_at, torn = at + len(raw), hashlib.sha256()
-            at += len(raw)
-        if torn_at < at:
-            yield Torn(torn_at, at - torn_at, torn.hexdigest())
+    return chain.forwards(path, _well_formed)
 
 
 def backwards(descriptor: int) -> Iterator[Line]:
     """The whole lines from the last one on, without what is torn."""
-    at = os.fstat(descriptor).st_size
-    rest = b""
-    while at > 0:
-        start = max(0, at - _BLOCK)
-        rest = os.pread(descriptor, at - start, start) + rest
-        at = start
-        cut = rest.find(b"\n") + 1 if at > 0 else 0
-        if at > 0 and cut == 0:
-            continue
-        end = at + len(rest)
-        for raw in reversed(rest[cut:].split(b"\n")):
-            line = _line(raw, end - len(raw))
-            if line is not None:
-                yield line
-            end -= len(raw) + 1
-        # Without its newline: that one ends the line whose beginning comes with the next block.
-        rest = rest[: cut - 1] if cut else b""
+    return chain.backwards(descriptor, _well_formed)
 
 
 def tail(path: Path, count: int) -> list[dict[str, Any]]:
@@ -124,16 +54,6 @@ def accounted(entry: dict[str, Any]) -> int:
     control = sum(int(calls["bytes"]) for calls in entry["control"].values())
     withheld = sum(int(size) for size in entry["withheld"].values())
     return int(entry.get("bytes", 0)) + control - withheld
-
-
-def _line(raw: bytes, start: int) -> Line | None:
-    try:
-        entry = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(entry, dict) or not _well_formed(entry):
-        return None
-    return Line(entry, hashlib.sha256(raw).hexdigest(), start, start + len(raw))
 
 
 _EVERY = {"number": int, "previous": str, "time": str, "kind": str, "control": dict, "withheld": dict}

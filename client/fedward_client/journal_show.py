@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedward_common.chain import Line
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedward_client.journal_lines import MESSAGE, Line, forwards
+from fedward_client.journal_lines import MESSAGE, forwards
 from fedward_client.journal_verify import Report
 
 _WIDTH = 160

@@ -7,9 +7,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedward_common.chain import Line, Torn
 from fedward_common.errors import ConfigError, FedwardError
 
-from fedward_client.journal_lines import CLOSED, MESSAGE, OPENED, Line, Torn, accounted, forwards, genesis
+from fedward_client.journal_lines import CLOSED, MESSAGE, OPENED, accounted, forwards, genesis
 from fedward_client.sent import Sent, read_sent
 
 _HEAD = re.compile(r"([1-9][0-9]{0,17}):([0-9a-f]{64})", re.ASCII)

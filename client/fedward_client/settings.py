@@ -43,7 +43,8 @@ class NodeSettings(BaseModel):
 
 
 def load_settings(path: Path | None) -> NodeSettings:
-    """Read `node.toml`; None gives the defaults. Relative paths in `[data]` are taken from the file's folder.
+    """Read `node.toml`; None gives the defaults. Relative paths in `[data]` and in `ledger_anchor` are taken from the
+    file's folder.
 
     Raises `ConfigError`.
     """
@@ -62,7 +63,10 @@ def load_settings(path: Path | None) -> NodeSettings:
         raise ConfigError(f"{path}:\n{explain(error)}") from error
     folder = path.resolve().parent
     data = {key: _absolute(folder, value) for key, value in settings.data.items()}
-    return settings.model_copy(update={"data": data})
+    node = settings.node
+    if node.ledger_anchor is not None:
+        node = node.model_copy(update={"ledger_anchor": folder / node.ledger_anchor})
+    return settings.model_copy(update={"data": data, "node": node})
 
 
 def _absolute(folder: Path, value: Any) -> Any:

@@ -46,14 +46,15 @@ class DemoFailed(FedwardError):
     """A step of the demo did not work; the text names the log to read."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="A federation of five sites on this machine.")
+def command_line(description: str, folder: str, steps: Callable[[Path, int], int]) -> int:
+    """A demo's command line: `steps` in a fresh work folder, by default `folder`; the exit code."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0, help="of the split and of the training")
-    parser.add_argument("--dir", type=Path, default=Path(".demo"), help="work folder; made anew")
+    parser.add_argument("--dir", type=Path, default=Path(folder), help="work folder; made anew")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        return demo(fresh(arguments.dir.resolve()), arguments.seed)
+        return steps(fresh(arguments.dir.resolve()), arguments.seed)
     except FedwardError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
@@ -343,4 +344,4 @@ def free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line("A federation of five sites on this machine.", ".demo", demo))

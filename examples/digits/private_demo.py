@@ -6,10 +6,8 @@
 round that would cross its budget.
 """
 
-import argparse
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -22,37 +20,20 @@ from demo import (  # noqa: E402
     DemoFailed,
     approve,
     call,
+    command_line,
     copy_project,
-    fresh,
     join,
     output,
     processes,
     say,
     serve,
 )
-from fedward_common.errors import FedwardError  # noqa: E402
 from fedward_server.plan import bundle_digest  # noqa: E402
 from prepare import prepare  # noqa: E402
 
 RUN = "run-private.toml"
 STRICT = 2.0
 """max_epsilon_per_run of the last site; the run's own budget is twice that."""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="A federation with differential privacy by site.")
-    parser.add_argument("--seed", type=int, default=0, help="of the split and of the training")
-    parser.add_argument("--dir", type=Path, default=Path(".demo-private"), help="work folder; made anew")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        return demo(fresh(arguments.dir.resolve()), arguments.seed)
-    except FedwardError as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nInterrupted; server and nodes are stopped.", file=sys.stderr)
-        return 130
 
 
 def demo(work: Path, seed: int) -> int:
@@ -103,4 +84,4 @@ def report(work: Path, run: str, nodes: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line("A federation with differential privacy by site.", ".demo-private", demo))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedward_common import ranges
-from fedward_common.algorithms.base import SumAlgorithm
+from fedward_common.algorithms.base import DELTA, SumAlgorithm
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reply, Request
@@ -18,6 +18,7 @@ from fedward_common.privacy import site
 from fedward_common.privacy.budget import Limits, accounted, composed, would_exceed
 from fedward_common.privacy.events import to_json
 from fedward_common.privacy.ledger import Ledger, Release, ReleaseRefused, Unit
+from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.ranges import Scales
 from fedward_common.roster import Roster
 from fedward_common.secagg.graph import NoProtection
@@ -255,12 +256,16 @@ class PrivateCollector(SecureCollector):
     """Sums updates that the server does not see, and that hide each site's contribution. Nothing but updates is asked
     for. ledger: the run's, in which every round stands before it is unmasked."""
 
-    ledger: Ledger | None = None
+    ledger: Ledger
+
+    @property
+    def _options(self) -> PrivacyOptions:
+        assert self.config.privacy is not None
+        return self.config.privacy
 
     def train(
         self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
     ) -> Gathered:
-        assert self.ledger is not None and self.config.privacy is not None
         first = next(iter(requests.values()))
         of = site.Stamped(first.run, first.round, first.attempt)
         ledger, length = self.ledger, self.layout.size(Kind.TRAINABLE)
@@ -275,14 +280,12 @@ class PrivateCollector(SecureCollector):
             )  # fmt: skip
 
         def rule(releases: Sequence[Release], n: int) -> str | None:
-            options = self.config.privacy
-            assert options is not None
-            limits = Limits(max_epsilon_per_run=options.budget, delta=options.delta)
+            limits = Limits(max_epsilon_per_run=self._options.budget, delta=self._options.delta)
             return would_exceed(releases, release(n), limits, accounted)
 
         def read(shape: Shape, words: Words, count: int) -> Update:
             # Shape and words are of the cohort; `count` of them are in the sum.
-            return Update({site.DELTA: made(shape.capacity).mean(words, count, of)}, float(count), {})
+            return Update({DELTA: made(shape.capacity).mean(words, count, of)}, float(count), {})
 
         # What a smaller cohort would cost is the same but for the last digits: asked here, nobody trains in vain.
         try:
@@ -309,9 +312,8 @@ class PrivateCollector(SecureCollector):
 
     def _told(self, made: site.SiteMechanism) -> dict[str, Any]:
         """What the round's event says of privacy: ε of all rounds so far."""
-        options, ledger = self.config.privacy, self.ledger
-        assert options is not None and ledger is not None
-        epsilon = accounted(composed(ledger.releases()), options.delta)
+        options = self._options
+        epsilon = accounted(composed(self.ledger.releases()), options.delta)
         return {
             "unit": options.unit,
             "mechanism": options.mechanism,

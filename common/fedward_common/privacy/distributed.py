@@ -91,7 +91,7 @@ class Mechanism:
 
     def truncation(self, honest: int) -> float:
         """How far the noise of `honest` nodes can be from its law, in total variation: see `Noise.truncation`."""
-        return Noise.of(self.law).truncation(honest * self.padded)
+        return Noise.truncation(honest * self.padded)
 
     def encode(self, vector: Vector, rotation_seed: bytes) -> Words:
         """`vector`, clipped, rotated, rounded and under this node's part of the noise: uint32, shape (`padded`,).

@@ -160,12 +160,14 @@ class Noise:
             self._fill(out[start : start + _PART], stream)
         return out
 
-    def truncation(self, count: int) -> float:
+    @staticmethod
+    def truncation(count: int) -> float:
         """A bound on the total variation between `count` draws and as many of the law itself: count·2^-98.
 
         2^-100 is the tail that is cut off, 2^-106 the rounding of 2^21 entries to 2^-127, and 2^-100 leaves room for
         the weights' errors. (The keystream is taken for random words.) A mechanism that is (ε, δ) with the law itself
-        is (ε, δ + (1 + e^ε)·t) with draws within t: charge that.
+        is (ε, δ + (1 + e^ε)·t) with draws within t: charge that. The same for every law, so that nobody needs a table
+        to account for it.
         """
         return count * _DISTANCE
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-import numpy as np
-
+from fedward_common.algorithms.base import DELTA
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, UpdateError
 from fedward_common.pipeline import Bounded, Quantize
@@ -24,10 +23,9 @@ from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.privacy.rotation import padded_length, rotation_seed
 from fedward_common.secagg.graph import MIN_COHORT
 from fedward_common.secagg.masks import Keystream
-from fedward_common.summand import Group, Shape, Words, decode
+from fedward_common.summand import WEIGHT, Group, Shape, Words, decode
 from fedward_common.update import Update, Vector
 
-DELTA = "delta"
 _MORE = 10
 """How many times as many nodes as `min_nodes` may come before a run with a target ends a round early."""
 _LARGEST_SIGMA = 0.9 * math.sqrt(noise.LARGEST_VARIANCE)
@@ -50,10 +48,6 @@ class SiteMechanism(Protocol):
     """One round's mechanism, the same on nodes and server."""
 
     @property
-    def name(self) -> str:
-        """What the journal calls the noise that a node adds; "" if it adds none."""
-
-    @property
     def shape(self) -> Shape:
         """The form of the round's summands."""
 
@@ -74,7 +68,6 @@ class Distributed:
     bring is what is asked for; what the others bring comes on top of it."""
 
     mechanism: distributed.Mechanism
-    name = "skellam-noise"
 
     @property
     def shape(self) -> Shape:
@@ -86,9 +79,9 @@ class Distributed:
         return Skellam(made.l2, made.l1, made.variance(made.honest), made.truncation(made.honest))
 
     def words(self, update: Vector, of: Stamped) -> Words:
-        words = np.empty(self.shape.length, np.uint32)
-        words[: self.shape.noised_at] = _ones(self.shape)[: self.shape.noised_at]
-        words[self.shape.noised_at :] = self.mechanism.encode(update, of.rotation)
+        shape = self.shape
+        words = shape.blank(dict.fromkeys(shape.scalars, 0.0) | {WEIGHT: 1.0})
+        words[shape.noised_at :] = self.mechanism.encode(update, of.rotation)
         return words
 
     def mean(self, total: Words, count: int, of: Stamped) -> Vector:
@@ -112,7 +105,6 @@ class Central:
     summands: int
     bound: float
     spread: float
-    name = ""
 
     @property
     def shape(self) -> Shape:
@@ -129,7 +121,7 @@ class Central:
 
     @property
     def event(self) -> Event:
-        gap = noise.Noise.of(self._law).truncation(self.length)
+        gap = noise.Noise.truncation(self.length)
         return DiscreteGaussian(self._l2, math.sqrt(self._law.variance), 1, self.length, gap)
 
     def words(self, update: Vector, of: Stamped) -> Words:
@@ -216,11 +208,6 @@ def _made(config: RunConfig, options: PrivacyOptions, length: int, n: int, z: fl
         dimension=length, bits=bits, summands=n, honest=honest, clip=options.clip, noise_multiplier=z
     )
     return Distributed(made)
-
-
-def _ones(shape: Shape) -> Words:
-    """The summand of one node that says nothing but that it is there."""
-    return shape.blank(dict.fromkeys(shape.scalars, 0.0) | {"weight": 1.0})
 
 
 def flat(update: Update) -> Vector:

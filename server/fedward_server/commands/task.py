@@ -164,6 +164,8 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
         line("privacy", f"by {options.unit}, {options.mechanism} noise, z = {private.noise_multiplier:.4g}, "
                         f"clip {options.clip:g}, δ = {options.delta:g}")  # fmt: skip
         line("ε", ", ".join(f"{epsilon:.3g} after round {r}" for r, epsilon in private.spent.items()) or "–")
+        for assumption in private.assumptions:
+            line("", assumption)
         if private.last < config.rounds:
             line("warning", f"the budget of ε = {options.budget:g} ends the run after round {private.last}")
     if config.evaluation.every:

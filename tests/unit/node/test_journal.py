@@ -54,7 +54,7 @@ class Node:
         self.traffic.call("PushObject", size - 100 + 36, size - 100)
 
     def verify(self, head: str | None = None) -> Report:
-        return verify(self.paths.journal, self.paths.sent, Head.parse(head) if head else None)
+        return verify(self.paths.journal, self.paths.sent, Head.parse(str(head)) if head else None)
 
     @property
     def lines(self) -> list[bytes]:
@@ -117,7 +117,7 @@ def test_the_chain_by_hand(stopped: Node) -> None:
         assert (entry["number"], entry["previous"]) == (number, previous)
         previous = sha(line.removesuffix(b"\n"))
     last = stopped.verify().last
-    assert last is not None and last.head == f"9:{previous}"
+    assert last is not None and str(last.head) == f"9:{previous}"
 
 
 def test_the_line_is_synced_before_message_returns(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +391,7 @@ def test_the_tail_of_a_long_journal(node: Node, monkeypatch: pytest.MonkeyPatch)
         if number % 3 == 0:
             node.journal.control()
     for block in (1, 7, 1000, 1 << 16):
-        monkeypatch.setattr("fedward_client.journal_lines._BLOCK", block)
+        monkeypatch.setattr("fedward_common.chain._BLOCK", block)
         assert [entry["round"] for entry in tail(node.paths.journal, 3)] == [297, 298, 299]
     assert [entry["round"] for entry in tail(node.paths.journal, 250)] == list(range(50, 300))
     assert len(tail(node.paths.journal, 10_000)) == 300
@@ -429,7 +429,7 @@ def test_what_a_server_wrote_does_nothing_to_the_terminal(node: Node) -> None:
 def test_verify_says_what_is_wrong_and_where(stopped: Node) -> None:
     last = stopped.verify().last
     assert last is not None
-    code, text = command(stopped, "verify", "--head", last.head)
+    code, text = command(stopped, "verify", "--head", str(last.head))
     assert code == 0 and "intact" in text and f"head: {last.head}" in text and "7,366" in text
     stopped.lines = byte_changed(stopped.lines)
     code, text = command(stopped, "verify")

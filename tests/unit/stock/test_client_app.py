@@ -22,7 +22,7 @@ def test_a_secure_run_gets_no_plain_update(monkeypatch: pytest.MonkeyPatch, more
     for name, value in (("_run_id", 7), ("_node_id", 5), ("_task_id", 1)):
         monkeypatch.setattr(TaskIdentity, name, value)
     # Before any code of the task is looked for.
-    monkeypatch.setattr("fedward_client.app._runner", lambda *arguments: None)
+    monkeypatch.setattr("fedward_client.app._runner", lambda *arguments: pytest.fail("task code"))
     vectors = {"model": np.zeros(3, np.float32)}
     request = Request(Purpose.TRAIN, "run", 1, 0, vectors, settings={"config": {**CONFIG, **more}})
     context = Context(run_id=7, node_id=5, node_config={}, state=RecordDict(), run_config={})
