@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import psutil
+from fedward_common.algorithms.local_options import LocalOptions
 from fedward_common.config import Name, RunConfig
 from fedward_common.errors import ConfigError
 from fedward_common.explain import SHA256_PATTERN, Source, explain
 from fedward_common.messages import Failure, Purpose, Reason, Request
 from fedward_common.privacy.budget import Limits
+from fedward_common.privacy.options import PrivacyOptions
+from fedward_common.privacy.sampled import steps
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 _GRACE = 5.0
@@ -75,6 +78,12 @@ class Policy(BaseModel):
         default=False,
         description="Take part only in runs with [privacy]: what leaves is bounded and noised, and stands in this\n"
         "node's ledger ('fedward node ledger show').",
+    )
+    privacy_units: tuple[Literal["record", "patient", "site"], ...] = Field(
+        default=(),
+        examples=[("patient", "site")],
+        description="Whose contribution a run with [privacy] must hide: one of these units; empty: any. With\n"
+        "\"record\", a patient with many records is hidden less.",
     )
     trust_servers_noise: bool = Field(
         default=False,
@@ -197,8 +206,8 @@ def check_run(policy: Policy, config: RunConfig) -> list[Failure]:
         asked += ["require_privacy = true"] if policy.require_privacy else []
         if asked:
             found.append(_refusal(f"{asked[0]}, the run has no [privacy]: what it learns is without bound"))
-    elif config.privacy.mechanism == "central" and not policy.trust_servers_noise:
-        found.append(_refusal('trust_servers_noise = false, the run has privacy.mechanism = "central"'))
+    else:
+        found += _private_problems(policy, config.privacy, config.local)
     local = config.local
     if local.epochs is not None and local.epochs > policy.max_epochs:
         found.append(_refusal(f"max_epochs = {policy.max_epochs}, the run asks for {local.epochs}"))
@@ -207,6 +216,19 @@ def check_run(policy: Policy, config: RunConfig) -> list[Failure]:
     limit = policy.max_seconds_per_round
     if local.max_seconds is not None and local.max_seconds > limit:
         found.append(_refusal(f"max_seconds_per_round = {limit:g}, the run asks for {local.max_seconds:g}"))
+    return found
+
+
+def _private_problems(policy: Policy, options: PrivacyOptions, local: LocalOptions) -> list[Failure]:
+    found = []
+    if policy.privacy_units and options.unit not in policy.privacy_units:
+        found.append(
+            _refusal(f'privacy_units = {_toml(policy.privacy_units)}, the run has privacy.unit = "{options.unit}"')
+        )
+    if options.mechanism == "central" and not policy.trust_servers_noise:
+        found.append(_refusal('trust_servers_noise = false, the run has privacy.mechanism = "central"'))
+    if options.sampling_rate is not None and (count := steps(local, options.sampling_rate)) > policy.max_steps:
+        found.append(_refusal(f"max_steps = {policy.max_steps}, the run's passes over the data are {count}"))
     return found
 
 

@@ -21,6 +21,7 @@ from pydantic import (
 from fedward_common.algorithms.base import AlgorithmOptions, PerClientAlgorithm
 from fedward_common.algorithms.local_options import LocalOptions
 from fedward_common.algorithms.registry import ALGORITHMS, parse_options
+from fedward_common.algorithms.scaffold import ScaffoldOptions
 from fedward_common.errors import ConfigError
 from fedward_common.explain import NAME_PATTERN, TASK_PATTERN, NestedError, Source, show
 from fedward_common.explain import explain as explain
@@ -116,6 +117,11 @@ class RunConfig(_Table):
     privacy: PrivacyOptions | None = Field(default=None, description="differential privacy; without the table, none")
     initial_model: str | None = Field(default=None, description="safetensors file to start from (path beside the TOML)")
     tags: tuple[Name, ...] = Field(default=(), description="what the run is for; nodes' policies may ask for some")
+
+    @property
+    def uniform(self) -> bool:
+        """Every node counts the same: how many examples one has is not asked."""
+        return self.privacy is not None or ALGORITHMS[self.algorithm.name].uniform
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
@@ -222,22 +228,35 @@ def _secure_problem(config: RunConfig) -> str | None:
 def _privacy_problem(config: RunConfig) -> str | None:
     if config.privacy is None:
         return None
+    unit = config.privacy.unit
     if not config.secure_sum.enabled:
+        sees = "each update without the noise" if unit == "site" else "each site's update"
         return (
-            "privacy.unit = 'site', but secure_sum.enabled = false: the server would see each update without the "
-            "noise. Enable the secure sum, or remove [privacy]."
-        )
-    if config.algorithm.name == "scaffold":
-        return (
-            "algorithm.name = 'scaffold' with privacy.unit = 'site': a node's control variate follows from its whole "
-            "update, the server's from the clipped ones, and their means would part. Choose fedavg, fedprox or a "
-            "server optimiser, or remove [privacy]."
+            f"privacy.unit = '{unit}', but secure_sum.enabled = false: the server would see {sees}. Enable the secure "
+            "sum, or remove [privacy]."
         )
     if config.evaluation.every > 0 or config.evaluation.holdout:
         return (
             f"evaluation.every = {config.evaluation.every}, holdout = {show(config.evaluation.holdout)} with "
             "[privacy]: what a model scores on nodes' data is a release without noise. Set every = 0 and no holdout; "
             "central = true evaluates on data that the server may see."
+        )
+    if isinstance(config.algorithm, ScaffoldOptions):
+        return _private_scaffold_problem(unit, config.algorithm)
+    return None
+
+
+def _private_scaffold_problem(unit: str, options: ScaffoldOptions) -> str | None:
+    if unit == "site":
+        return (
+            "algorithm.name = 'scaffold' with privacy.unit = 'site': a node's control variate follows from its whole "
+            "update, the server's from the clipped ones, and their means would part. Choose fedavg, fedprox or a "
+            "server optimiser, or remove [privacy]."
+        )
+    if options.option == "I":
+        return (
+            f"algorithm.option = 'I' with privacy.unit = '{unit}': its control variate is a gradient over all records, "
+            "without noise. Choose option 'II', whose control variate follows from the noised steps."
         )
     return None
 

@@ -26,6 +26,7 @@ from fedward_common.algorithms.registry import build
 from fedward_common.algorithms.training import checked_loss, seed_all
 from fedward_common.config import RunConfig
 from fedward_common.errors import TaskError, UpdateError
+from fedward_common.privacy.sampled import SampledSteps, sampled_steps
 from fedward_common.task import Data, Task, check_data, check_task, metric_names
 from fedward_common.update import Kind, Layout, Vector, kinds_of
 from fedward_common.work import PRIVATE, Done, Work
@@ -111,6 +112,7 @@ class LocalRunner:
             seed=self._seed(work.round),
             device=self._device,
             seconds=work.seconds,
+            private=self._private,
         )
         size, dtype = layout.size(Kind.TRAINABLE), layout.dtype(Kind.TRAINABLE)
         kept = {}
@@ -169,6 +171,10 @@ class LocalRunner:
     @cached_property
     def _built(self) -> _Built:
         model = self._fresh_model()
+        if self._private is not None:
+            from fedward_common.privacy.dp_sgd import check_model
+
+            check_model(model)
         layout = Layout.of(model, kinds_of(self._task))
         state = model.state_dict()
         return _Built(
@@ -181,6 +187,11 @@ class LocalRunner:
         if not isinstance(model, nn.Module):
             raise TaskError(f"model() returned {type(model).__name__}: return a torch.nn.Module.")
         return model
+
+    @cached_property
+    def _private(self) -> SampledSteps | None:
+        by_steps = self._config.privacy is not None and self._config.privacy.unit != "site"
+        return sampled_steps(self._config) if by_steps else None
 
     @cached_property
     def _data(self) -> Data:
@@ -208,7 +219,7 @@ def _flattened(data: Data) -> Data:
     if data.collate is not None:
         return data
     test = data.test if data.test is None else batches.flattened(data.test)
-    return Data(batches.flattened(data.train), test)
+    return Data(batches.flattened(data.train), test, groups=data.groups)
 
 
 def _fits(what: str, vector: Vector, size: int) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,8 +22,9 @@ from fedward_common.errors import ConfigError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant, Refused, StateStore
 from fedward_common.privacy import site
+from fedward_common.privacy.cost import round_cost
 from fedward_common.privacy.events import to_json
-from fedward_common.privacy.ledger import Release, Unit
+from fedward_common.privacy.ledger import Release
 from fedward_common.roster import Roster
 from fedward_common.secagg.client import Guarantees
 from fedward_common.secagg.graph import NoProtection
@@ -133,9 +135,12 @@ class SecureParticipant(Participant):
     def protections(self, reply: Reply) -> tuple[str, ...]:
         if MASKED not in reply.vectors:
             return ()
-        if self.config.privacy is None:
+        options = self.config.privacy
+        if options is None:
             return ("update-gate", "clip", "quantize", "secure-sum")
-        noise = ("skellam-noise",) if self.config.privacy.mechanism == "distributed" else ()
+        if options.unit != "site":
+            return (f"dp-sgd-by-{options.unit}", "update-gate", "clip", "quantize", "secure-sum")
+        noise = ("skellam-noise",) if options.mechanism == "distributed" else ()
         return ("update-gate", "clip-norm", "quantize", *noise, "secure-sum")
 
     def expire(self) -> None:
@@ -201,9 +206,14 @@ class SecureParticipant(Participant):
         """This node's vector, once for each purpose of an attempt at a round."""
         self._check_new(request)
         try:
-            if self.config.privacy is not None:
-                return self._private_words(request, shape.capacity, broadcast)
-            return self._words(request, shape, broadcast)
+            if self.config.privacy is None:
+                return self._words(request, shape, broadcast)
+            release = self._release(request, shape.capacity)
+            self._accounts.check(release)
+            by_site = self.config.privacy.unit == "site"
+            words = (self._words_by_site if by_site else self._words)(request, shape, broadcast)
+            self._due = release
+            return words
         except Refused as refused:
             if refused.failure.reason is not Reason.BAD_UPDATE:
                 raise
@@ -228,29 +238,35 @@ class SecureParticipant(Participant):
             if len(shape.groups) < len(update.groups) and not info["complete"]:
                 raise Refused(Failure(Reason.TIME_LIMIT, "some steps were left out, which this sum cannot hold"))
             groups = {group.name: update.groups[group.name] for group in shape.groups}
-            weight = update.weight
+            weight = 1.0 if self.config.uniform else update.weight
             metrics |= {TRAIN + name: value for name, value in update.metrics.items()}
         return laid_out(shape, Update(groups, weight, metrics))
 
-    def _private_words(self, request: Request, n: int, broadcast: Vectors) -> Words:
-        made, release = self._mechanism(n), self._release(request, n)
-        self._accounts.check(release)
+    def _words_by_site(self, request: Request, shape: Shape, broadcast: Vectors) -> Words:
+        made = self._mechanism(shape.capacity)
         update, _ = self._trained(request, broadcast)
         try:
-            words = made.words(site.flat(update), site.Stamped(self._run, request.round, request.attempt))
+            return made.words(site.flat(update), site.Stamped(self._run, request.round, request.attempt))
         except UpdateError as error:
             raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
-        self._due = release
-        return words
 
     def _release(self, request: Request, n: int) -> Release:
-        event = to_json(self._mechanism(n).event)
-        purpose = request.purpose.value
-        return Release(self._run, request.round, request.attempt, purpose, _HERE, Unit.SITE, _HERE, event)
+        with self._refusing():
+            cost = round_cost(self.config, self._known().layout.size(Kind.TRAINABLE), n)
+        return Release(
+            self._run, request.round, request.attempt, request.purpose.value, _HERE, cost.unit, _HERE,
+            to_json(cost.event), cost.count,
+        )  # fmt: skip
 
     def _mechanism(self, n: int) -> site.SiteMechanism:
-        try:
+        with self._refusing():
             return site.mechanism(self.config, self._known().layout.size(Kind.TRAINABLE), n)
+
+    @staticmethod
+    @contextmanager
+    def _refusing() -> Iterator[None]:
+        try:
+            yield
         except (ConfigError, NoProtection) as error:
             raise Refused(Failure(Reason.BAD_REQUEST, str(error))) from error
 
@@ -280,9 +296,10 @@ class SecureParticipant(Participant):
         """The vector must be the one that run and task ask for; only ranges and weight scale are the server's."""
         layout = self._known().layout
         trains = purpose is Purpose.TRAIN
-        if self.config.privacy is not None:
-            if not trains:
-                raise Refused(Failure(Reason.POLICY, "a run with [privacy] asks for nothing but updates"))
+        options = self.config.privacy
+        if options is not None and not trains:
+            raise Refused(Failure(Reason.POLICY, "a run with [privacy] asks for nothing but updates"))
+        if options is not None and options.unit == "site":
             asked_shape = self._mechanism(n).shape
             if shape != asked_shape:
                 rule = f"the sum is {shape.to_json()}, this node's is {asked_shape.to_json()}"
@@ -290,7 +307,7 @@ class SecureParticipant(Participant):
             return
         algorithm = build_sum(self.config.algorithm)
         summed = algorithm.summed(layout, self.config.local) if trains else {}
-        weighs = trains and not algorithm.uniform
+        weighs = trains and not self.config.uniform
         rules = (
             ("groups", {g.name: g.length for g in shape.groups}, {g: layout.size(kind) for g, kind in summed.items()}),
             ("metrics", shape.metrics, self._metrics(shape, trains)),
@@ -303,6 +320,8 @@ class SecureParticipant(Participant):
                 raise Refused(Failure(Reason.SECURE_SUM, f"{name} of the sum: {given}, this node's are {asked}"))
 
     def _metrics(self, shape: Shape, trains: bool) -> tuple[str, ...]:
+        if self.config.privacy is not None:
+            return ()
         if not trains and shape.metrics == WEIGHING:
             return WEIGHING
         return schema(trains, _evaluates(shape) or not trains, self._known().metric_names)

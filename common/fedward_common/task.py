@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -33,11 +33,13 @@ class NoDataError(TaskError):
 @dataclass(frozen=True)
 class Data:
     """A node's data. Both are map-style PyTorch datasets; `test` may be None. `collate` joins samples into a
-    batch (PyTorch's default if None)."""
+    batch (PyTorch's default if None). `groups`: whose each training record is (a patient's id, a writer's), in the
+    order of the records; for privacy by patient."""
 
     train: Dataset[Any]
     test: Dataset[Any] | None = None
     collate: Callable[[list[Any]], Batch] | None = None
+    groups: Sequence[Any] | None = None
 
 
 @runtime_checkable
@@ -47,7 +49,7 @@ class Task(Protocol):
     Optional attributes: `metric_names` (the names that `metrics` returns, such as `("accuracy",)`: a secure sum has a
     fixed place for each); `tensor_kinds` (shell pattern over state-dict names -> 'trainable' | 'statistic' |
     'counter' | 'private'); `central_data(config) -> Data` for evaluation on the server (its `test`, or `train` if
-    that is None).
+    that is None); `losses(model, batch) -> Tensor`, the loss of each record, for ghost clipping.
     """
 
     def model(self) -> nn.Module:

@@ -16,14 +16,15 @@ from fedward_common.errors import FedwardError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reply, Request
 from fedward_common.privacy import site
 from fedward_common.privacy.budget import Limits, accounted, composed, would_exceed
+from fedward_common.privacy.cost import multiplier, round_cost
 from fedward_common.privacy.events import to_json
-from fedward_common.privacy.ledger import Ledger, Release, ReleaseRefused, Unit
+from fedward_common.privacy.ledger import Ledger, Release, ReleaseRefused
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.ranges import Scales
 from fedward_common.roster import Roster
 from fedward_common.secagg.graph import NoProtection
 from fedward_common.secure import EVALUATE, TRAIN, WEIGHING, schema
-from fedward_common.summand import CLIPPED, Shape, Words
+from fedward_common.summand import CLIPPED, Shape, Words, decode
 from fedward_common.update import Kind, Layout, Update
 
 from fedward_server import evaluation
@@ -37,6 +38,8 @@ from fedward_server.transport import Clock, Deadline, Transport
 
 _WEIGHING_SECONDS = 120.0
 Note = Callable[[str, Reply], None]
+Spend = Callable[[int], None]
+Read = Callable[[Shape, Words, int], Update]
 
 
 class RoundFailed(FedwardError):
@@ -151,7 +154,8 @@ class SecureCollector:
         secure = SecureSum(transport, run, rules, Patience(clock))
         if config.privacy is None:
             return cls(config, algorithm, layout, metric_names, secure)
-        return PrivateCollector(config, algorithm, layout, metric_names, secure, Ledger(ledger, run))
+        made = SiteCollector if config.privacy.unit == "site" else PrivateCollector
+        return made(config, algorithm, layout, metric_names, secure, Ledger(ledger, run))
 
     def hear(self, name: str, reply: Reply) -> None:
         self.secure.hear(name, reply)
@@ -159,17 +163,18 @@ class SecureCollector:
     def train(
         self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
     ) -> Gathered:
+        spend = self._spending(requests)
         summed = self.algorithm.summed(self.layout, self.config.local)
         lengths = {group: self.layout.size(kind) for group, kind in summed.items()}
         scales = now.scales or self._first_scales(requests, lengths, quorum)
         # A model is evaluated with the first training that starts from it.
         evaluates = now.round > 0 and evaluation.due(self.config.evaluation, now.round, self.config.rounds)
-        metrics = schema(True, evaluates, self.metric_names)
+        metrics = self._metrics(evaluates)
 
         def shape(n: int) -> Shape:
             return Shape(scales.shape_groups(lengths), metrics, self.config.secure_sum.bits, n, scales.weight)
 
-        done = self._sum(requests, shape, self.config.cohort.deadline, quorum, others, note)
+        done = self._sum(requests, shape, self.config.cohort.deadline, quorum, others, note, spend)
         clipped = {name: int(count) for name, count in _named(CLIPPED, done.mean.metrics).items()}
         mean = Update(done.mean.groups, done.mean.weight, _named(TRAIN, done.mean.metrics))
         return Gathered(
@@ -182,15 +187,28 @@ class SecureCollector:
                     **done.told,
                     "clipped": clipped,
                     "ranges": {group.name: group.range for group in done.shape.groups},
-                }
+                },
+                **self._told(done),
             },
             self._following(scales, done),
         )
 
+    def _metrics(self, evaluates: bool) -> tuple[str, ...]:
+        """What is in a round's sum beside the update."""
+        return schema(True, evaluates, self.metric_names)
+
+    def _spending(self, requests: Mapping[str, Request]) -> Spend:
+        """What is to be done before the sum of a cohort of n is unmasked."""
+        return lambda n: None
+
+    def _told(self, done: Summed) -> Mapping[str, Any]:
+        """More for the round's event."""
+        return {}
+
     def _first_scales(self, requests: Mapping[str, Request], lengths: Mapping[str, int], quorum: int) -> Scales:
         """Before any sum: ranges from the configuration; how much a node weighs from a sum of its own."""
         first = dict.fromkeys(lengths, self.config.secure_sum.range)
-        if self.algorithm.uniform:
+        if self.config.uniform:
             return ranges.first(first)
         weighing = {
             name: replace(request, purpose=Purpose.EVALUATE, vectors={}, included=None)
@@ -205,7 +223,7 @@ class SecureCollector:
 
     def _following(self, scales: Scales, done: Summed) -> Scales:
         found = ranges.following(scales, done.mean, len(done.survivors))
-        return replace(found, weight=1.0) if self.algorithm.uniform else found
+        return replace(found, weight=1.0) if self.config.uniform else found
 
     def _sum(
         self,
@@ -215,9 +233,11 @@ class SecureCollector:
         quorum: int,
         others: Mapping[str, Request],
         note: Note,
+        spend: Spend = lambda n: None,
+        read: Read = decode,
     ) -> Summed:
         try:
-            return self.secure.sum(requests, shape, seconds, quorum, others, note)
+            return self.secure.sum(requests, shape, seconds, quorum, others, note, read, spend)
         except SumFailed as error:
             raise RoundFailed(str(error), error.failures) from error
 
@@ -253,8 +273,8 @@ class BudgetSpent(FedwardError):
 
 @dataclass(frozen=True)
 class PrivateCollector(SecureCollector):
-    """Sums updates that the server does not see, and that hide each site's contribution. Nothing but updates is asked
-    for. ledger: the run's, in which every round stands before it is unmasked."""
+    """Sums updates that the server does not see, in a run with [privacy]: nothing else is asked for, and every round
+    stands in the run's `ledger` before it is unmasked. Nodes noised each of their steps (by record or by patient)."""
 
     ledger: Ledger
 
@@ -263,33 +283,31 @@ class PrivateCollector(SecureCollector):
         assert self.config.privacy is not None
         return self.config.privacy
 
-    def train(
-        self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
-    ) -> Gathered:
-        first = next(iter(requests.values()))
-        of = site.Stamped(first.run, first.round, first.attempt)
-        ledger, length = self.ledger, self.layout.size(Kind.TRAINABLE)
+    @property
+    def _length(self) -> int:
+        return self.layout.size(Kind.TRAINABLE)
 
-        def made(n: int) -> site.SiteMechanism:
-            return site.mechanism(self.config, length, n)
+    def _metrics(self, evaluates: bool) -> tuple[str, ...]:
+        return ()
+
+    def _spending(self, requests: Mapping[str, Request]) -> Spend:
+        """Raises `BudgetSpent`, and `RoundFailed` for a cohort that is too small."""
+        first = next(iter(requests.values()))
 
         def release(n: int) -> Release:
+            cost = round_cost(self.config, self._length, n)
             return Release(
-                first.run, first.round, first.attempt, first.purpose.value, first.run, Unit.SITE, "server",
-                to_json(made(n).event),
+                first.run, first.round, first.attempt, first.purpose.value, first.run, cost.unit, "server",
+                to_json(cost.event), cost.count,
             )  # fmt: skip
 
         def rule(releases: Sequence[Release], n: int) -> str | None:
             limits = Limits(max_epsilon_per_run=self._options.budget, delta=self._options.delta)
             return would_exceed(releases, release(n), limits, accounted)
 
-        def read(shape: Shape, words: Words, count: int) -> Update:
-            # Shape and words are of the cohort; `count` of them are in the sum.
-            return Update({DELTA: made(shape.capacity).mean(words, count, of)}, float(count), {})
-
         # What a smaller cohort would cost is the same but for the last digits: asked here, nobody trains in vain.
         try:
-            broken = rule(list(ledger.releases()), len(requests))
+            broken = rule(list(self.ledger.releases()), len(requests))
         except NoProtection as error:
             raise RoundFailed(str(error), {}) from error
         if broken:
@@ -297,32 +315,28 @@ class PrivateCollector(SecureCollector):
 
         def spend(n: int) -> None:
             try:
-                ledger.append(release(n), lambda releases: rule(releases, n))
+                self.ledger.append(release(n), lambda releases: rule(releases, n))
             except ReleaseRefused as refused:
                 raise BudgetSpent(str(refused)) from refused
 
-        try:
-            done = self.secure.sum(
-                requests, lambda n: made(n).shape, self.config.cohort.deadline, quorum, others, note, read, spend
-            )
-        except SumFailed as error:
-            raise RoundFailed(str(error), error.failures) from error
-        told = {"secure_sum": done.told, "privacy": self._told(made(int(done.told["cohort"])))}
-        return Gathered(done.survivors, done.failures, done.mean, told=told)
+        return spend
 
-    def _told(self, made: site.SiteMechanism) -> dict[str, Any]:
-        """What the round's event says of privacy: ε of all rounds so far."""
+    def _told(self, done: Summed) -> Mapping[str, Any]:
+        """ε of all rounds so far, and what it is made of."""
         options = self._options
+        cost = round_cost(self.config, self._length, int(done.told["cohort"]))
         epsilon = accounted(composed(self.ledger.releases()), options.delta)
-        return {
+        told = {
             "unit": options.unit,
             "mechanism": options.mechanism,
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": options.delta,
             "budget": options.budget,
-            "noise_multiplier": site.multiplier(self.config, self.layout.size(Kind.TRAINABLE)),
-            "event": json.loads(to_json(made.event)),
+            "noise_multiplier": multiplier(self.config, self._length),
+            "event": json.loads(to_json(cost.event)),
+            "count": cost.count,
         }
+        return {"privacy": told}
 
     def evaluate(
         self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
@@ -332,6 +346,32 @@ class PrivateCollector(SecureCollector):
 
     def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
         return None
+
+
+@dataclass(frozen=True)
+class SiteCollector(PrivateCollector):
+    """Sums updates whose sum hides each site's contribution."""
+
+    def train(
+        self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
+    ) -> Gathered:
+        spend = self._spending(requests)
+        first = next(iter(requests.values()))
+        of = site.Stamped(first.run, first.round, first.attempt)
+
+        def made(n: int) -> site.SiteMechanism:
+            return site.mechanism(self.config, self._length, n)
+
+        def read(shape: Shape, words: Words, count: int) -> Update:
+            # Shape and words are of the cohort; `count` of them are in the sum.
+            return Update({DELTA: made(shape.capacity).mean(words, count, of)}, float(count), {})
+
+        def shape(n: int) -> Shape:
+            return made(n).shape
+
+        done = self._sum(requests, shape, self.config.cohort.deadline, quorum, others, note, spend, read)
+        told = {"secure_sum": done.told, **self._told(done)}
+        return Gathered(done.survivors, done.failures, done.mean, told=told)
 
 
 def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -16,8 +16,9 @@ from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, TaskError
 from fedward_common.local import LocalRunner
-from fedward_common.privacy import site
+from fedward_common.privacy import sampled, site
 from fedward_common.privacy.accounting import Claim, spent
+from fedward_common.privacy.cost import multiplier, round_cost
 from fedward_common.secagg.graph import Parameters
 from fedward_common.secagg.packing import packed_size
 from fedward_common.task import Task, load_task
@@ -156,20 +157,24 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
     if data_config is None:
         return result
     examples, step_seconds = _measure(config, task, data_config, broadcast)
+    return Forecast(**{**vars(result), "steps": _steps(config, examples), "step_seconds": step_seconds})
+
+
+def _steps(config: RunConfig, examples: int) -> int:
     local = config.local
-    per_epoch = math.ceil(examples / local.batch_size)
-    steps = local.steps if local.steps is not None else (local.epochs or 1) * per_epoch
-    return Forecast(**{**vars(result), "steps": steps, "step_seconds": step_seconds})
+    if config.privacy is not None and config.privacy.sampling_rate is not None:
+        return sampled.steps(local, config.privacy.sampling_rate)
+    return local.steps or (local.epochs or 1) * math.ceil(examples / local.batch_size)
 
 
 def privacy(config: RunConfig, length: int, n: int) -> Privacy:
     """ε of a run whose rounds have `n` nodes each, for a model of `length` parameters. Raises `ConfigError`."""
     options = config.privacy
     assert options is not None
-    event = site.mechanism(config, length, n).event
+    cost = round_cost(config, length, n)
 
     def after(rounds: int) -> Claim:
-        return spent([(event, rounds)], options.delta)
+        return spent([(cost.event, rounds * cost.count)], options.delta)
 
     last, budget = config.rounds, options.budget
     if budget is not None and after(last).epsilon > budget:
@@ -178,7 +183,7 @@ def privacy(config: RunConfig, length: int, n: int) -> Privacy:
     shown = sorted({*range(10, last + 1, 10), last} - {0})
     claim = after(max(1, last))
     return Privacy(
-        site.multiplier(config, length), {r: after(r).epsilon for r in shown}, last, claim.assumptions
+        multiplier(config, length), {r: after(r).epsilon for r in shown}, last, claim.assumptions
     )
 
 
@@ -186,20 +191,28 @@ def _check_private(config: RunConfig, project: Path) -> None:
     if config.privacy is None:
         return
     task = open_task(config, project)
-    layout = Layout.of(task.model(), kinds_of(task))
+    model = task.model()
+    if config.privacy.unit != "site":
+        from fedward_common.privacy.dp_sgd import check_model
+
+        check_model(model)
+    layout = Layout.of(model, kinds_of(task))
     if layout.size(Kind.STATISTIC):
         raise TaskError(
             f"privacy.unit = {config.privacy.unit!r}: the model has {layout.size(Kind.STATISTIC):,} float buffers, "
             "such as batch norm's running means, which no norm bounds together with its parameters. Use GroupNorm or "
             "LayerNorm, or mark them as private."
         )
-    site.mechanism(config, layout.size(Kind.TRAINABLE), site.planned(config))
+    round_cost(config, layout.size(Kind.TRAINABLE), site.planned(config))
 
 
 def _measure(config: RunConfig, task: Task, data_config: Mapping[str, Any], broadcast: Vectors) -> tuple[int, float]:
     """(examples of the node, seconds of one local step here)."""
-    local = config.local.model_copy(update={"steps": _MEASURED_STEPS, "epochs": None})
-    runner = LocalRunner(config.model_copy(update={"local": local}), task, "plan", data_config)
+    changes: dict[str, Any] = {"local": config.local.model_copy(update={"steps": _MEASURED_STEPS, "epochs": None})}
+    if config.privacy is not None:
+        # A step takes as long with any noise: none is to be calibrated for so few steps.
+        changes["privacy"] = config.privacy.model_copy(update={"noise_multiplier": 1.0, "target_epsilon": None})
+    runner = LocalRunner(config.model_copy(update=changes), task, "plan", data_config)
     seconds = math.inf
     # The first training pays for loading and warming up; the best of three is the machine's own speed.
     for _ in range(3):

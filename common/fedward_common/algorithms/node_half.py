@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from fedward_common.privacy.sampled import SampledSteps
     from fedward_common.task import Data, Task
 
 
@@ -31,7 +32,8 @@ class Local:
 
     model: the task's model on `device`; `train` loads the broadcast tensors into it, private tensors and
     counters are as the round shall start with them. seed: differs by run, node and round, equal for a
-    repeated attempt. seconds: time left before the round's limit, None if none."""
+    repeated attempt. seconds: time left before the round's limit, None if none. private: how gradients are to be
+    clipped and noised (privacy by record or by patient), None if they are not."""
 
     task: Task
     model: nn.Module
@@ -42,6 +44,7 @@ class Local:
     seed: int
     device: str = "cpu"
     seconds: float | None = None
+    private: SampledSteps | None = None
     progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
@@ -77,7 +80,7 @@ class Trained:
     coefficient with which that step's gradient entered the final displacement; plain SGD Σ_k η_k, with
     momentum ρ Σ_j η_j b_j, b_j = ρ b_{j−1} + 1. So −Δ/mass is the average gradient (weight decay and what
     hooks add counted as part of it). complete: False if time ran out. metrics: sums over the examples
-    seen: "examples", "loss"."""
+    seen: "examples", "loss"; none where gradients are private, since nothing would make them so."""
 
     vectors: Vectors
     steps: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -38,46 +39,76 @@ def train(local: Local, start: Vectors, hooks: Sequence[Hook] = ()) -> Trained:
     tensors_of.load(start)
     parameters, corrected = tensors_of.optimised, tensors_of.trainable
     optimiser = _SGD(parameters, options)
-    count = local.examples
-    read = batches.reader(local.data.train, local.data.collate, local.device)
-    planned = options.steps or (options.epochs or 1) * batches.epoch_length(count, options.batch_size)
-    order = batches.shuffled(count, options.batch_size, torch.Generator().manual_seed(local.seed))
-    _train_mode(model, count, options.batch_size)
-
-    losses: list[torch.Tensor] = []
-    sizes: list[int] = []
-    for indices in order:
-        loss = checked_loss(local.task.loss(model, read(indices)))
-        _backward(loss, parameters)
-        with torch.no_grad():
-            if options.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
-            for hook in hooks:
-                hook.before_step(model, corrected)
-            optimiser.step()
-            for hook in hooks:
-                hook.after_step(model, corrected)
-        losses.append(loss.detach())
-        sizes.append(len(indices))
-        if len(losses) == planned or time.monotonic() >= deadline:
-            break
+    metrics: dict[str, float] = {}
+    steps, planned = 0, _planned(local)
+    with closing(_gradients(local, parameters, metrics)) as ready:
+        for _ in ready:
+            with torch.no_grad():
+                if options.max_grad_norm is not None:
+                    nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
+                for hook in hooks:
+                    hook.before_step(model, corrected)
+                optimiser.step()
+                for hook in hooks:
+                    hook.after_step(model, corrected)
+            steps += 1
+            if steps == planned or time.monotonic() >= deadline:
+                break
     with torch.no_grad():
         for hook in hooks:
             hook.at_end(model, corrected)
     for parameter in parameters:
         parameter.grad = None
 
-    steps = len(losses)
     local.progress.steps += steps
     local.progress.complete &= steps == planned
-    sums = torch.stack(losses).to("cpu", torch.float64) * torch.tensor(sizes, dtype=torch.float64)
     return Trained(
         vectors=tensors_of.vectors(),
         steps=steps,
         mass=optimiser.mass,
         complete=steps == planned,
-        metrics={"examples": float(sum(sizes)), "loss": float(sums.sum())},
+        metrics=metrics,
     )
+
+
+def _planned(local: Local) -> int:
+    """K."""
+    if local.private is not None:
+        return local.private.steps
+    options = local.options
+    return options.steps or (options.epochs or 1) * batches.epoch_length(local.examples, options.batch_size)
+
+
+def _gradients(
+    local: Local, parameters: Sequence[nn.Parameter], metrics: dict[str, float]
+) -> Generator[None, None, None]:
+    """Leaves one gradient after another in `parameters`, without end; `metrics` are complete once it is closed."""
+    if local.private is not None:
+        from fedward_common.privacy.dp_sgd import private_steps
+
+        return private_steps(local, parameters, local.private)
+    return _plain_steps(local, parameters, metrics)
+
+
+def _plain_steps(
+    local: Local, parameters: Sequence[nn.Parameter], metrics: dict[str, float]
+) -> Generator[None, None, None]:
+    model, count, size = local.model, local.examples, local.options.batch_size
+    read = batches.reader(local.data.train, local.data.collate, local.device)
+    _train_mode(model, count, size)
+    losses: list[torch.Tensor] = []
+    sizes: list[int] = []
+    try:
+        for indices in batches.shuffled(count, size, torch.Generator().manual_seed(local.seed)):
+            loss = checked_loss(local.task.loss(model, read(indices)))
+            _backward(loss, parameters)
+            losses.append(loss.detach())
+            sizes.append(len(indices))
+            yield
+    finally:
+        if losses:
+            sums = torch.stack(losses).to("cpu", torch.float64) * torch.tensor(sizes, dtype=torch.float64)
+            metrics |= {"examples": float(sum(sizes)), "loss": float(sums.sum())}
 
 
 def gradient(local: Local, at: Vectors) -> Vector:

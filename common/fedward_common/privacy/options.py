@@ -12,13 +12,32 @@ class PrivacyOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    unit: Literal["site"] = Field(description="what is hidden: a site's whole contribution to a round")
-    mechanism: Literal["distributed", "central"] = Field(
-        description="who adds the noise: each node its share under the masks, or the server to the sum that it has seen"
+    unit: Literal["record", "patient", "site"] = Field(
+        description="what is hidden: a record, all records of a patient (Data.groups), or a site's whole contribution"
     )
-    clip: float = Field(gt=0, le=2.0**60, description="C: largest L2 norm of a node's update; larger ones are scaled")
+    mechanism: Literal["distributed", "central"] | None = Field(
+        default=None,
+        description="by site, who adds the noise: each node its share under the masks, or the server to the sum that "
+        "it has seen; by record or patient each node adds it to every local step",
+    )
+    clip: float = Field(
+        gt=0,
+        le=2.0**60,
+        description="C: largest L2 norm of a node's update, or of a record's or patient's gradient in a step; larger "
+        "ones are scaled",
+    )
+    sampling_rate: float | None = Field(
+        default=None, gt=0, le=1, description="by record or patient, q: each takes part in a local step by its own coin"
+    )
+    ghost_clipping: bool = Field(
+        default=False,
+        description="by record: clip without holding each record's gradient, for large models (needs task.losses)",
+    )
     noise_multiplier: float | None = Field(
-        default=None, gt=0, le=1e6, description="z: standard deviation of a round's noise in units of clip"
+        default=None,
+        gt=0,
+        le=1e6,
+        description="z: standard deviation of the noise of a round (by site) or of a local step, in units of clip",
     )
     target_epsilon: float | None = Field(
         default=None, gt=0, description="ε of all rounds together, from which z is calculated"
@@ -27,6 +46,37 @@ class PrivacyOptions(BaseModel):
         default=None, gt=0, description="the run ends before the round that would cross it; default target_epsilon"
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="δ")
+
+    @model_validator(mode="after")
+    def _of_the_unit(self) -> PrivacyOptions:
+        if self.unit == "site":
+            if self.mechanism is None:
+                raise ValueError(
+                    "privacy.unit = 'site' without privacy.mechanism: say who adds the noise. Set mechanism = "
+                    "'distributed' (each node its share, under the masks) or 'central' (the server)."
+                )
+            if self.sampling_rate is not None:
+                raise ValueError(
+                    f"privacy.sampling_rate = {self.sampling_rate} with privacy.unit = 'site': it is about records and "
+                    "patients within a site. Remove it; cohort.size draws sites."
+                )
+        else:
+            if self.mechanism is not None:
+                raise ValueError(
+                    f"privacy.mechanism = {self.mechanism!r} with privacy.unit = {self.unit!r}: each node adds the "
+                    "noise to its own local steps. Remove mechanism."
+                )
+            if self.sampling_rate is None:
+                raise ValueError(
+                    f"privacy.unit = {self.unit!r} without privacy.sampling_rate: give q, the chance of each "
+                    f"{self.unit} to take part in a local step, such as 0.05."
+                )
+        if self.ghost_clipping and self.unit != "record":
+            raise ValueError(
+                f"privacy.ghost_clipping = true with privacy.unit = {self.unit!r}: it knows the norm of each record's "
+                "gradient, not of a sum of several. Set it to false, or unit = 'record'."
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_of_two(self) -> PrivacyOptions:

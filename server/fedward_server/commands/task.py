@@ -161,7 +161,8 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
     private = cost.privacy
     if private is not None and config.privacy is not None:
         options = config.privacy
-        line("privacy", f"by {options.unit}, {options.mechanism} noise, z = {private.noise_multiplier:.4g}, "
+        where = f"{options.mechanism} noise" if options.mechanism else "noise in each local step"
+        line("privacy", f"by {options.unit}, {where}, z = {private.noise_multiplier:.4g}, "
                         f"clip {options.clip:g}, δ = {options.delta:g}")  # fmt: skip
         line("ε", ", ".join(f"{epsilon:.3g} after round {r}" for r, epsilon in private.spent.items()) or "–")
         for assumption in private.assumptions:

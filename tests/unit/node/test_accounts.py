@@ -94,7 +94,10 @@ def config(mechanism: str | None) -> object:
     tables = {"name": "r", "task": "t:T", "rounds": 1, "algorithm": {"name": "fedavg"}}
     tables["local"] = {"lr": 0.1, "steps": 1}
     if mechanism is not None:
-        tables["privacy"] = {"unit": "site", "mechanism": mechanism, "clip": 1.0, "noise_multiplier": 1.0}
+        by_steps = {"unit": mechanism, "sampling_rate": 0.001}
+        unit = by_steps if mechanism in ("record", "patient") else {"unit": "site", "mechanism": mechanism}
+        tables["privacy"] = {"clip": 1.0, "noise_multiplier": 1.0, **unit}
+        tables["local"] = {"lr": 0.1, "epochs": 2} if mechanism == "record" else tables["local"]
         tables["evaluation"] = {"every": 0}
     return parse_config(tables)
 
@@ -108,6 +111,11 @@ def config(mechanism: str | None) -> object:
         ({"trust_servers_noise": True}, "central", None),
         ({"require_privacy": True}, None, "require_privacy = true"),
         ({"require_privacy": True}, "distributed", None),
+        ({"require_privacy": True}, "patient", None),
+        ({"privacy_units": ("patient", "site")}, "patient", None),
+        ({"privacy_units": ("patient", "site")}, "record", 'privacy_units = ["patient", "site"], the run has'),
+        ({"privacy_units": ("patient",)}, None, None),
+        ({"max_steps": 1999}, "record", "max_steps = 1999, the run's passes over the data are 2000"),
         ({"max_epsilon_per_run": 3.0}, None, "max_epsilon_per_run = 3, the run has no [privacy]"),
         ({"max_epsilon_per_year": 3.0}, None, "max_epsilon_per_year = 3"),
     ],
