@@ -72,6 +72,11 @@ def first(initial: Mapping[str, float], weight: float = 1.0) -> Scales:
     return Scales({name: Scale(_range(value)) for name, value in initial.items()}, _weight(weight))
 
 
+def fixed(exact: Mapping[str, float]) -> Scales:
+    """Scales with exactly these ranges, chosen by something else than this module."""
+    return Scales({name: Scale(value) for name, value in exact.items()}, 1.0)
+
+
 def following(scales: Scales, mean: Update, count: int) -> Scales:
     """The scales for the next round from those of the last and the sum of its `count` summands (as `decode` gives it).
 

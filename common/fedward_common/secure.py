@@ -22,6 +22,7 @@ from fedward_common.errors import ConfigError, UpdateError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant, Refused, StateStore
 from fedward_common.privacy import site
+from fedward_common.privacy.clip import check_clip
 from fedward_common.privacy.cost import round_cost
 from fedward_common.privacy.events import to_json
 from fedward_common.privacy.ledger import Release
@@ -104,6 +105,8 @@ class NoAccounts:
         return
 
 
+CLIP = "clip"
+"""The setting of a request that says C, where it adapts."""
 _HERE = "here"
 """The data set and the server of a release, for `Accounts` to name."""
 _TOLD = (ADVERTISEMENTS, ROSTER)
@@ -243,7 +246,7 @@ class SecureParticipant(Participant):
         return laid_out(shape, Update(groups, weight, metrics))
 
     def _words_by_site(self, request: Request, shape: Shape, broadcast: Vectors) -> Words:
-        made = self._mechanism(shape.capacity)
+        made = self._mechanism(shape.capacity, request)
         update, _ = self._trained(request, broadcast)
         try:
             return made.words(site.flat(update), site.Stamped(self._run, request.round, request.attempt))
@@ -258,9 +261,12 @@ class SecureParticipant(Participant):
             to_json(cost.event), cost.count,
         )  # fmt: skip
 
-    def _mechanism(self, n: int) -> site.SiteMechanism:
+    def _mechanism(self, n: int, request: Request) -> site.SiteMechanism:
         with self._refusing():
-            return site.mechanism(self.config, self._known().layout.size(Kind.TRAINABLE), n)
+            bound = request.settings.get(CLIP)
+            if bound is not None:
+                check_clip(bound)
+            return site.mechanism(self.config, self._known().layout.size(Kind.TRAINABLE), n, bound)
 
     @staticmethod
     @contextmanager
@@ -289,18 +295,18 @@ class SecureParticipant(Participant):
         shape, terms = told_terms(
             request, self._run, digest(broadcast), config_digest(self.config), self._standing.newest().digest
         )
-        self._check_shape(shape, request.purpose, terms.n)
+        self._check_shape(shape, request, terms.n)
         return shape, terms
 
-    def _check_shape(self, shape: Shape, purpose: Purpose, n: int) -> None:
+    def _check_shape(self, shape: Shape, request: Request, n: int) -> None:
         """The vector must be the one that run and task ask for; only ranges and weight scale are the server's."""
         layout = self._known().layout
-        trains = purpose is Purpose.TRAIN
+        trains = request.purpose is Purpose.TRAIN
         options = self.config.privacy
         if options is not None and not trains:
             raise Refused(Failure(Reason.POLICY, "a run with [privacy] asks for nothing but updates"))
         if options is not None and options.unit == "site":
-            asked_shape = self._mechanism(n).shape
+            asked_shape = self._mechanism(n, request).shape
             if shape != asked_shape:
                 rule = f"the sum is {shape.to_json()}, this node's is {asked_shape.to_json()}"
                 raise Refused(Failure(Reason.SECURE_SUM, rule))

@@ -23,7 +23,7 @@ from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.ranges import Scales
 from fedward_common.roster import Roster
 from fedward_common.secagg.graph import NoProtection
-from fedward_common.secure import EVALUATE, TRAIN, WEIGHING, schema
+from fedward_common.secure import CLIP, EVALUATE, TRAIN, WEIGHING, schema
 from fedward_common.summand import CLIPPED, Shape, Words, decode
 from fedward_common.update import Kind, Layout, Update
 
@@ -358,20 +358,31 @@ class SiteCollector(PrivateCollector):
         spend = self._spending(requests)
         first = next(iter(requests.values()))
         of = site.Stamped(first.run, first.round, first.attempt)
+        options = self._options
+        bound = now.scales.groups[DELTA].range if now.scales else options.clip
+        if options.clip_quantile is not None:
+            requests = {
+                name: replace(request, settings={**request.settings, CLIP: bound}) for name, request in requests.items()
+            }
 
         def made(n: int) -> site.SiteMechanism:
-            return site.mechanism(self.config, self._length, n)
+            return site.mechanism(self.config, self._length, n, bound)
 
         def read(shape: Shape, words: Words, count: int) -> Update:
             # Shape and words are of the cohort; `count` of them are in the sum.
-            return Update({DELTA: made(shape.capacity).mean(words, count, of)}, float(count), {})
+            return made(shape.capacity).mean(words, count, of)
 
         def shape(n: int) -> Shape:
             return made(n).shape
 
         done = self._sum(requests, shape, self.config.cohort.deadline, quorum, others, note, spend, read)
         told = {"secure_sum": done.told, **self._told(done)}
-        return Gathered(done.survivors, done.failures, done.mean, told=told)
+        mean, scales = replace(done.mean, metrics={}), None
+        if options.clip_quantile is not None:
+            within = done.mean.metrics[site.WITHIN]
+            scales = ranges.fixed({DELTA: site.next_clip(options, bound, within)})
+            told["privacy"] = {**told["privacy"], "clip": bound, "within_clip": within}
+        return Gathered(done.survivors, done.failures, mean, told=told, scales=scales)
 
 
 def _named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -26,6 +26,13 @@ class PrivacyOptions(BaseModel):
         description="C: largest L2 norm of a node's update, or of a record's or patient's gradient in a step; larger "
         "ones are scaled",
     )
+    clip_quantile: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="with mechanism = 'central', γ: after each round clip moves to where a share of γ of the updates "
+        "is not scaled; clip is then the first one",
+    )
     sampling_rate: float | None = Field(
         default=None, gt=0, le=1, description="by record or patient, q: each takes part in a local step by its own coin"
     )
@@ -71,6 +78,11 @@ class PrivacyOptions(BaseModel):
                     f"privacy.unit = {self.unit!r} without privacy.sampling_rate: give q, the chance of each "
                     f"{self.unit} to take part in a local step, such as 0.05."
                 )
+        if self.clip_quantile is not None and self.mechanism != "central":
+            raise ValueError(
+                f"privacy.clip_quantile = {self.clip_quantile} without mechanism = 'central': the server makes the "
+                "count of scaled updates noisy, so it has to see it. Remove clip_quantile, or choose 'central'."
+            )
         if self.ghost_clipping and self.unit != "record":
             raise ValueError(
                 f"privacy.ghost_clipping = true with privacy.unit = {self.unit!r}: it knows the norm of each record's "

@@ -17,7 +17,7 @@ from fedward_common.errors import ConfigError, UpdateError
 from fedward_common.pipeline import Bounded, Quantize
 from fedward_common.privacy import distributed, noise
 from fedward_common.privacy.calibration import noise_multiplier
-from fedward_common.privacy.clip import clip
+from fedward_common.privacy.clip import LARGEST_CLIP, SMALLEST_CLIP, clip
 from fedward_common.privacy.events import DiscreteGaussian, Event, Skellam
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.privacy.rotation import padded_length, rotation_seed
@@ -28,6 +28,11 @@ from fedward_common.update import Update, Vector
 
 _MORE = 10
 """How many times as many nodes as `min_nodes` may come before a run with a target ends a round early."""
+WITHIN = "within"
+"""The metric of a sum that counts updates whose norm is at most C."""
+_CLIP_RATE = 0.2
+_COUNT_SPREAD, _COUNT_GRID = 10.0, 64
+"""The count's noise in units of the updates', which costs 0.5 % of z; and steps of its grid to one node."""
 _LARGEST_SIGMA = 0.9 * math.sqrt(noise.LARGEST_VARIANCE)
 
 
@@ -58,8 +63,9 @@ class SiteMechanism(Protocol):
     def words(self, update: Vector, of: Stamped) -> Words:
         """A node's summand: `update` clipped, and noised if that is the node's part. Raises `UpdateError`."""
 
-    def mean(self, total: Words, count: int, of: Stamped) -> Vector:
-        """The noisy mean of `count` updates, float64, from the sum of their words."""
+    def mean(self, total: Words, count: int, of: Stamped) -> Update:
+        """The noisy mean of `count` updates, float64, from the sum of their words; `WITHIN` among its metrics if the
+        clip adapts."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +90,12 @@ class Distributed:
         words[shape.noised_at :] = self.mechanism.encode(update, of.rotation)
         return words
 
-    def mean(self, total: Words, count: int, of: Stamped) -> Vector:
+    def mean(self, total: Words, count: int, of: Stamped) -> Update:
         shape = self.shape
         decode(shape, total, count)  # its check words
         words = distributed.without_carries(total, shape.bits, count, shape.noised_at)
-        return self.mechanism.decode(words[shape.noised_at :], count, of.rotation) / count
+        mean = self.mechanism.decode(words[shape.noised_at :], count, of.rotation) / count
+        return Update({DELTA: mean}, float(count), {})
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,9 @@ class Central:
     bound: C. spread: z, the standard deviation of the noise over the most that a node moves the sum: C and what
     rounding adds. Coordinates are whole numbers of steps 2R/L; R is C, or more where the noise would otherwise be of
     more steps than its table holds. Raises `ConfigError` where no table holds it.
+
+    counts: whether updates within C are counted, for `next_clip`. The count has noise of its own, of `_COUNT_SPREAD`
+    times z: one site moves it by at most one.
     """
 
     length: int
@@ -105,9 +115,11 @@ class Central:
     summands: int
     bound: float
     spread: float
+    counts: bool = False
 
     @property
     def shape(self) -> Shape:
+        counted = (WITHIN,) if self.counts else ()
         levels = Shape((), (), self.bits, self.summands).levels
         # The largest C in steps whose noise has a table: (C + √d)·z ≤ σ.
         steps = _LARGEST_SIGMA / self.spread - math.sqrt(self.length)
@@ -117,26 +129,43 @@ class Central:
                 "table. Use mechanism = 'distributed', or less noise."
             )
         widened = max(1.0, levels / 2 / steps)
-        return Shape((Group(DELTA, self.length, self.bound * widened),), (), self.bits, self.summands)
+        return Shape((Group(DELTA, self.length, self.bound * widened),), counted, self.bits, self.summands)
 
     @property
     def event(self) -> Event:
-        gap = noise.Noise.truncation(self.length)
-        return DiscreteGaussian(self._l2, math.sqrt(self._law.variance), 1, self.length, gap)
+        released, l2 = self.length, self._l2
+        if self.counts:
+            # Two discrete Gaussians, of the sum and of the count, have the Rényi divergences of one whose sensitivity
+            # in units of its noise is theirs in quadrature.
+            share = (_COUNT_GRID * self.spread) ** 2 / self._count_law.variance
+            released, l2 = self.length + 1, l2 * math.sqrt(1 + share)
+        return DiscreteGaussian(l2, math.sqrt(self._law.variance), 1, released, noise.Noise.truncation(released))
 
     def words(self, update: Vector, of: Stamped) -> Words:
-        clipped, _ = clip({DELTA: update.reshape(-1)}, self.bound)
-        bounded = Bounded(Update(clipped, 1.0, dict.fromkeys(self.shape.scalars[1:], 0.0)))
-        return Quantize(self.shape, Keystream())(bounded)
+        clipped, was_over = clip({DELTA: update.reshape(-1)}, self.bound)
+        scalars = dict.fromkeys(self.shape.scalars[1:], 0.0)
+        if self.counts:
+            scalars[WITHIN] = 0.0 if was_over else 1.0
+        return Quantize(self.shape, Keystream())(Bounded(Update(clipped, 1.0, scalars)))
 
-    def mean(self, total: Words, count: int, of: Stamped) -> Vector:
-        mean: Vector = decode(self.shape, total, count).groups[DELTA]
+    def mean(self, total: Words, count: int, of: Stamped) -> Update:
+        found = decode(self.shape, total, count)
+        mean: Vector = found.groups[DELTA]
         mean += noise.Noise.of(self._law).draw(self.length) * (self._step / count)
-        return mean
+        metrics: dict[str, float] = {}
+        if self.counts:
+            drawn = noise.Noise.of(self._count_law).draw(1)
+            metrics[WITHIN] = (found.metrics[WITHIN] + float(drawn[0]) / _COUNT_GRID) / count
+        return Update({DELTA: mean}, float(count), metrics)
 
     @property
     def _law(self) -> noise.DiscreteGaussian:
         return noise.DiscreteGaussian((self.spread * self._l2) ** 2)
+
+    @property
+    def _count_law(self) -> noise.DiscreteGaussian:
+        """In steps of 1/`_COUNT_GRID`, so that a little noise is a discrete Gaussian, too."""
+        return noise.DiscreteGaussian((_COUNT_GRID * _COUNT_SPREAD * self.spread) ** 2)
 
     @property
     def _step(self) -> float:
@@ -154,13 +183,23 @@ class Central:
         return self._norm + math.sqrt(self.length)
 
 
-def mechanism(config: RunConfig, length: int, n: int) -> SiteMechanism:
-    """The mechanism of a round of `n` nodes for updates of `length` coordinates. Raises `ConfigError`, and
-    `NoProtection` for a cohort too small for a secure sum."""
+def mechanism(config: RunConfig, length: int, n: int, bound: float | None = None) -> SiteMechanism:
+    """The mechanism of a round of `n` nodes for updates of `length` coordinates. bound: C of this round, where it
+    adapts. Raises `ConfigError`, and `NoProtection` for a cohort too small for a secure sum."""
     options = config.privacy
     if options is None:
         raise ConfigError("the run has no [privacy]")
+    if bound is not None and options.clip_quantile is not None:
+        options = options.model_copy(update={"clip": bound})
     return _made(config, options, length, n, multiplier(config, length))
+
+
+def next_clip(options: PrivacyOptions, bound: float, within: float) -> float:
+    """C of the next round from the noisy share of this round's updates that were within it: C·e^{−η(b̃ − γ)}, η = 0.2.
+    (Andrew, Thakkar, McMahan, Ramaswamy 2021, "Differentially Private Learning with Adaptive Clipping", section 2.)"""
+    assert options.clip_quantile is not None
+    moved = bound * math.exp(-_CLIP_RATE * (min(max(within, 0.0), 1.0) - options.clip_quantile))
+    return min(max(moved, SMALLEST_CLIP), LARGEST_CLIP)
 
 
 def multiplier(config: RunConfig, length: int) -> float:
@@ -202,7 +241,7 @@ def _made(config: RunConfig, options: PrivacyOptions, length: int, n: int, z: fl
     parameters = config.secure_sum.parameters(n)
     bits = config.secure_sum.bits
     if options.mechanism == "central":
-        return Central(length, bits, n, options.clip, z)
+        return Central(length, bits, n, options.clip, z, options.clip_quantile is not None)
     honest = parameters.survivors - parameters.colluders
     made = distributed.plan(
         dimension=length, bits=bits, summands=n, honest=honest, clip=options.clip, noise_multiplier=z
