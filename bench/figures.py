@@ -48,14 +48,16 @@ def command() -> str:
 
 
 def write(name: str, figures: Iterable[Figure], folder: Path = RESULTS) -> Path:
-    """Judge the figures, print them and write them to `<folder>/<name>.json`."""
+    """Judge the figures, print each and write them to `<folder>/<name>.json`."""
     line = command()
-    judged = [replace(figure.judged(), command=line) for figure in figures]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    write_atomic(path, (json.dumps([asdict(f) for f in judged], indent=1, allow_nan=False) + "\n").encode(), 0o644)
-    for one in judged:
+    judged = []
+    for figure in figures:  # some take minutes: each is shown when it is there
+        one = replace(figure.judged(), command=line)
+        judged.append(one)
         word = {None: "", True: "ok", False: "MISSED"}[one.holds]
         value = "not reached" if one.value is None else f"{one.value:.4g}"
         print(f"{one.figure}: {value} {one.unit}  {one.target or ''} {word}".rstrip(), flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    write_atomic(path, (json.dumps([asdict(f) for f in judged], indent=1, allow_nan=False) + "\n").encode(), 0o644)
     return path
