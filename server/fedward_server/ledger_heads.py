@@ -96,9 +96,10 @@ class LedgerHeads:
         except FileNotFoundError:
             return {}
         except (OSError, ValidationError) as error:
+            why = " ".join(str(error).split())
             raise LedgerHeadsError(
-                f"{self._path}: cannot be read as the heads of nodes' ledgers ({error}). Restore it from a backup, or "
-                "move it away: then each node's ledger is anchored anew from what it tells next."
+                f"{self._path}: cannot be read as the heads of nodes' ledgers ({why:.200}). Restore it from a backup, "
+                "or move it away: then each node's ledger is anchored anew from what it tells next."
             ) from error
 
 

@@ -150,7 +150,8 @@ class Federation:
         ).run()
 
     def events(self, run: str, kind: str) -> list[Event]:
-        return [event for event, _ in read_events(RunPaths(self.folder / "runs" / run).events) if event["event"] == kind]
+        paths = RunPaths(self.folder / "runs" / run)
+        return [event for event, _ in read_events(paths.events) if event["event"] == kind]
 
     def answered(self, run: str) -> list[set[str]]:
         """Who was in the sum of each round."""

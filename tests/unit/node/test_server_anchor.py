@@ -101,7 +101,7 @@ def test_a_node_that_was_rolled_back_as_a_whole_stops_until_its_admin_decides(wo
 
     # The site admin looks, and decides.
     looked = site.command("verify")
-    assert looked.exit_code == 1 and f"the ledger ends at line 2, but the head that the server named" in looked.output
+    assert looked.exit_code == 1 and "the ledger ends at line 2, but the head that the server named" in looked.output
     assert str(known) in looked.output
     done = site.command("accept", "--why", "the disk was restored", "--who", "Ada")
     assert done.exit_code == 0, done.exception
