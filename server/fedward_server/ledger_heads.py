@@ -65,7 +65,7 @@ _RECORDS = TypeAdapter(dict[str, _Record])
 
 
 class LedgerHeads:
-    """The file at `path`; several processes may use it. All raises `LedgerHeadsError` if it cannot be read."""
+    """The file at `path`; several processes may use it. Both methods raise `LedgerHeadsError` if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,8 +81,7 @@ class LedgerHeads:
         with short_lock(self._path.with_name(f".{self._path.name}.lock")):
             records = before = self._read()
             for one in told:
-                known = records.get(one.node)
-                record, mismatch = _following(known, one, run, datetime.now(UTC))
+                record, mismatch = _following(records.get(one.node), one, run, datetime.now(UTC))
                 records = {**records, one.node: record}
                 if mismatch is not None:
                     found.append((one.node, mismatch))
@@ -108,16 +107,17 @@ def _following(known: _Record | None, told: Told, run: str, now: datetime) -> tu
     if known is None:
         return _Record(head=str(told.head), run=run, time=now), None
     newest = Head.parse(known.head)
-    settled = told.confirmed and told.before == newest
+    renewed = known.model_copy(update={"head": str(told.head), "run": run, "time": now})
     if told.head.number > newest.number:
-        return known.model_copy(update={"head": str(told.head), "run": run, "time": now}), None
+        return renewed, None
+    settled = told.confirmed and told.before == newest
     if told.head == newest or not (settled or _behind(told, newest)):
         return known, None
+    following = renewed if settled else known
     found = Mismatch(expected=known.head, told=str(told.head), settled=settled, run=run, time=now)
     if any((one.expected, one.told, one.settled) == (found.expected, found.told, settled) for one in known.mismatches):
-        return known, None
-    kept = known.model_copy(update={"mismatches": (*known.mismatches, found)[-_KEPT:]})
-    return kept.model_copy(update={"head": found.told, "run": run, "time": now}) if settled else kept, found
+        return following, None
+    return following.model_copy(update={"mismatches": (*known.mismatches, found)[-_KEPT:]}), found
 
 
 def _behind(told: Told, newest: Head) -> bool:
