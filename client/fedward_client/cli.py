@@ -207,8 +207,10 @@ def verify_journal(
     head: Annotated[str | None, typer.Option(help="NUMBER:HASH of a line that you remember from 'show'")] = None,
 ) -> None:
     """Check the chain, and the sum of all bytes against the link's own total. Exits with 1 if something is wrong."""
+    from fedward_common.chain import Head
+
     from fedward_client.journal_show import print_report
-    from fedward_client.journal_verify import Head, verify
+    from fedward_client.journal_verify import verify
 
     paths = NodePaths(directory.resolve())
     report = verify(paths.journal, paths.sent, Head.parse(head) if head else None)

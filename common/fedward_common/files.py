@@ -75,6 +75,17 @@ def lock_file(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def short_lock(path: Path) -> Iterator[None]:
+    """Wait for an exclusive lock on `path` (made if missing; never removed) and hold it: for a read and a write."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_FILE)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _holder(descriptor: int) -> int | None:
     text = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
     return int(text) if text.isdecimal() else None

@@ -17,6 +17,11 @@ WAIT_HEADER = "fedward-wait"
 """Header of a node's call for messages: seconds for which it is ready to wait for one."""
 
 
+LEDGER_HEAD = "ledger_head"
+"""In runs with [privacy]. In the info of a reply: the head of the node's privacy ledger. In the settings of a request:
+the newest one that the server was told."""
+
+
 class Purpose(StrEnum):
     """Why the server asks."""
 

@@ -11,15 +11,16 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedward_common.algorithms.registry import build_sum
+from fedward_common.chain import Head
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, UpdateError
-from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
+from fedward_common.messages import LEDGER_HEAD, Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant, Refused, StateStore
 from fedward_common.privacy import site
 from fedward_common.privacy.clip import check_clip
@@ -86,7 +87,13 @@ class Standing:
 
 
 class Accounts(Protocol):
-    """A node's account of what was released of its data. Both raise `Refused`."""
+    """A node's account of what was released of its data. All but `head` raise `Refused`."""
+
+    def head(self) -> Head | None:
+        """Where the account ends, for the server to remember; None if there is none."""
+
+    def confirm(self, named: object) -> None:
+        """Whether the account still holds the head that the server remembers; None if it names none."""
 
     def check(self, release: Release) -> None:
         """Whether `release` may be made."""
@@ -97,6 +104,12 @@ class Accounts(Protocol):
 
 class NoAccounts:
     """Of a node that keeps none: simulated ones, which have no policy either."""
+
+    def head(self) -> None:
+        return
+
+    def confirm(self, named: object) -> None:
+        return
 
     def check(self, release: Release) -> None:
         return
@@ -135,6 +148,11 @@ class SecureParticipant(Participant):
         self._steps = Steps(run, standing.node, standing.identity)
         self._answered: dict[Purpose, set[Stamp | None]] = {}
 
+    def handle(self, request: Request) -> Reply:
+        reply = super().handle(request)
+        head = self._accounts.head()
+        return reply if head is None else replace(reply, info={**reply.info, LEDGER_HEAD: str(head)})
+
     def protections(self, reply: Reply) -> tuple[str, ...]:
         if MASKED not in reply.vectors:
             return ()
@@ -169,6 +187,7 @@ class SecureParticipant(Participant):
         reply = super()._prepare(request)
         if self.config.privacy is not None:
             # One that may not answer is no part of a cohort.
+            self._accounts.confirm(request.settings.get(LEDGER_HEAD))
             self._accounts.check(self._release(request, site.planned(self.config)))
         return Reply(Purpose.PREPARE, request.run, vectors=self._steps.fresh(), info=reply.info)
 
@@ -180,6 +199,8 @@ class SecureParticipant(Participant):
     def _start(self, request: Request) -> Reply:
         self._steps.abandon()
         self._due = None
+        # Here too: a guard that was restarted answers without having prepared.
+        self._accounts.confirm(request.settings.get(LEDGER_HEAD))
         broadcast = {name: vector for name, vector in request.vectors.items() if name not in _TOLD}
         shape, terms = self._terms(request, broadcast)
         dealt = self._steps.start(terms, self._guarantees(terms.n), lambda: self._made(request, shape, broadcast))

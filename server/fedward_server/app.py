@@ -18,15 +18,17 @@ from fedward_common.update import Vectors
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedward_server.anchoring import AnchoringTransport
 from fedward_server.collecting import Collector, PlainCollector, SecureCollector
 from fedward_server.direct import DirectRuntime
 from fedward_server.events import EventLog
 from fedward_server.fencing import Fenced, take_over
 from fedward_server.grid import FlowerTransport, RosterDirectory
+from fedward_server.ledger_heads import LedgerHeads
 from fedward_server.paths import RunPaths, ServerPaths
 from fedward_server.rounds import Rounds
 from fedward_server.taskhost import TaskHost
-from fedward_server.transport import Clock
+from fedward_server.transport import Clock, Transport
 
 app = ServerApp()
 
@@ -78,7 +80,11 @@ def _rounds(
             return host.evaluate(0, vectors, config.cohort.deadline)
 
         algorithm, clock, directory = build_sum(config.algorithm), Clock(), RosterDirectory(paths.roster)
-        transport = FlowerTransport(grid, directory, DirectRuntime(paths.superlink_database, grid.run.run_id))
+        transport: Transport = FlowerTransport(
+            grid, directory, DirectRuntime(paths.superlink_database, grid.run.run_id)
+        )
+        if config.privacy is not None:
+            transport = AnchoringTransport(transport, directory.roster, LedgerHeads(paths.ledger_heads), log)
         collector: Collector = PlainCollector(config, algorithm, layout, transport, clock)
         if config.secure_sum.enabled:
             told = (transport, clock, run.root.name, config, algorithm, layout, metric_names)

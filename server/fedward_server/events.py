@@ -9,6 +9,8 @@ round         round, of, cohort [names], replies [names], failures {name: failur
               central {…} or null, bytes_down, bytes_up, seconds;
               evaluate_failures {name: failure text} if any node failed to evaluate
 round_failed  round, reason, failures {name: failure text}, seconds
+ledger_mismatch  node, expected (the head of its privacy ledger that the server was told), told (the one that it tells
+              now, NUMBER:HASH both), settled (whether the node's admin has accepted that)
 run_finished  status (finished | stopped | early_stopped | budget_spent | failed), reason, round, best_round or null,
               seconds
 """

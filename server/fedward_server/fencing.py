@@ -13,13 +13,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 from fedward_common.errors import FedwardError
-from fedward_common.files import write_atomic
+from fedward_common.files import short_lock, write_atomic
 
 from fedward_server.paths import RunPaths
 
@@ -100,7 +99,7 @@ def take_over(paths: RunPaths, epoch: int, patience: float = 10.0) -> Ownership:
     """
     paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     me = psutil.Process()
-    with _short_lock(paths.root / "owner.change"):
+    with short_lock(paths.root / "owner.change"):
         former = read_owner(paths)
         if former is not None and former.epoch > epoch:
             raise Fenced(f"run {paths.root.name}: epoch {epoch} is older than epoch {former.epoch}, which owns it.")
@@ -166,14 +165,3 @@ def _wait_for_lock(descriptor: int, paths: RunPaths, patience: float) -> None:
                     "the recorded owner. Find it with 'fuser owner.lock' in the run's directory and end it."
                 ) from error
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def _short_lock(path: Path) -> Iterator[None]:
-    """A lock held for a read and a write of owner.json."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -88,6 +88,11 @@ class ServerPaths:
         return self.root / "roster.json"
 
     @property
+    def ledger_heads(self) -> Path:
+        """JSON: the newest head of each node's privacy ledger that the server was told. Written by ServerApps."""
+        return self.root / "ledger-heads.json"
+
+    @property
     def credential(self) -> Path:
         """The credential for runs that `init` writes (a data scientist's key with the server's address and CA)."""
         return self.root / "credential.json"

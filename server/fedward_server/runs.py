@@ -136,6 +136,17 @@ class _Tail:
             self.offset = offset
             if event["event"] == "run_finished":
                 self.finished = event
+            elif event["event"] == "ledger_mismatch":
+                _warn(event, path.parent.name)
+
+
+def _warn(event: Event, run: str) -> None:
+    log.warning(
+        "the privacy ledger of %s is at %s, but %s was told before: %s",
+        event["node"], event["told"], event["expected"],
+        "its admin accepted that" if event["settled"] else "it was rolled back or changed",
+        extra={"run": run},
+    )  # fmt: skip
 
 
 class _LastRounds:

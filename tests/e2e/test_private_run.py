@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from federation import Federation, fedward
+from fedward_common.privacy.anchor import default_place, write_anchor
 from fedward_common.privacy.ledger import verify
 from fedward_server.paths import ServerPaths
 
@@ -77,7 +78,22 @@ def test_budgets_hold_on_both_sides(federation: Federation, tmp_path: Path) -> N
     ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
     assert fedward("node", "ledger", "verify", "--dir", tmp_path / "a", check=False).returncode == 1
     federation.start_node("a")
+    # One that was rolled back as a whole: its own anchor fits, what the server remembers does not.
+    assert federation.nodes["b"].stop() == 0
+    ledger = tmp_path / "b" / "ledger.jsonl"
+    whole = verify(ledger).last
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
+    back = verify(ledger).last
+    assert whole is not None and back is not None
+    write_anchor(default_place(ledger), back.head)
+    assert "intact" in fedward("node", "ledger", "verify", "--dir", tmp_path / "b").stdout
+    federation.start_node("b")
     again = federation.submit(RUN.format(name="again", wait=20))
     waiting = federation.finished(again)
     assert waiting["status"] == "failed" and "privacy ledger" in waiting["reason"], waiting
     assert "fedward node ledger accept" in federation.nodes["a"].text()
+    assert f"b: policy (this node's privacy ledger does not hold line {whole.number}" in waiting["reason"], waiting
+    (mismatch,) = federation.events(again, "ledger_mismatch")
+    assert (mismatch["node"], mismatch["expected"], mismatch["told"]) == ("b", str(whole.head), str(back.head))
+    assert "the privacy ledger of b is at" in federation.server.text()
+    assert str(whole.head) in fedward("node", "ledger", "verify", "--dir", tmp_path / "b", check=False).stdout

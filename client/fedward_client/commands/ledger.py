@@ -7,6 +7,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,16 +72,20 @@ def verify(
     config: Config = None,
     head: Annotated[str | None, typer.Option(help="NUMBER:HASH of a line that you remember from 'show'")] = None,
 ) -> None:
-    """Check the chain, and that the ledger is not behind its anchor. Exits with 1 if something is wrong."""
+    """Check the chain, and that the ledger holds its anchor and the head that the server named. Exits with 1 if
+    something is wrong."""
     from fedward_common.chain import Head
-    from fedward_common.privacy.anchor import Anchor, check, local
+    from fedward_common.privacy.anchor import Anchor, check, local, named
 
     path = NodePaths(directory.resolve()).ledger
-    anchors = local(_place(path, config))
+    from_server = named(path)
+    anchors: dict[str, Anchor | None] = {**local(_place(path, config)), **from_server}
     if head is not None:
         anchors["the remembered head"] = Anchor(Head.parse(head))
     report = check(path, anchors)
     _print_facts(report)
+    for what, anchor in from_server.items():
+        out.print(f"{what}: {anchor.head}", soft_wrap=True)
     _print_problems("wrong", report.problems)
     if report.problems:
         raise typer.Exit(1)
@@ -97,7 +102,8 @@ def accept(
     directory: Folder = DEFAULT,
     config: Config = None,
 ) -> None:
-    """Go on with a damaged, cut off or lost ledger as it is. Releases that it no longer holds count no more."""
+    """Go on with a damaged, cut off or lost ledger as it is, or with one that lacks what the server named. Releases
+    that it no longer holds count no more."""
     from fedward_common.chain import Head
     from fedward_common.files import lock_file
     from fedward_common.privacy import anchor as anchors
@@ -113,10 +119,11 @@ def accept(
     }
     problems: list[str] = []
     with lock_file(paths.lock):
-        try:
-            known |= anchors.local(place)
-        except LedgerError as error:
-            problems.append(str(error))
+        for remembered in (partial(anchors.local, place), partial(anchors.named, paths.ledger)):
+            try:
+                known |= remembered()
+            except LedgerError as error:
+                problems.append(str(error))
         report = anchors.check(paths.ledger, known)
         problems += report.problems
         if report.lines and report.owner != owner:
@@ -125,6 +132,7 @@ def accept(
             raise LedgerError("The ledger is intact and holds every head that is expected: there is nothing to accept.")
         head = anchors.accept(paths.ledger, owner, who or getpass.getuser(), why, anchors.lost(report))
         anchors.write_anchor(place, head)
+        anchors.forget_broken(anchors.server_place(paths.ledger))
     _print_problems("accepted", problems)
     out.print(f"head: {head}", soft_wrap=True)
 

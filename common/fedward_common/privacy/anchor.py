@@ -1,15 +1,16 @@
 """Memory of a node's ledger in other places: its head, after each release.
 
 One anchor lies on the node in a place that its admin chooses, best outside the state directory (another disk, a share
-that the node's user may write); one is kept by each server, since the head travels with replies. Order of writing:
-ledger, local anchor, release. A crash in between leaves the ledger ahead of its anchors, which is right; a ledger
-behind one, or without its line, was deleted, edited, or rolled back (a restored backup, an old snapshot), and its node
-answers nothing until the admin decides.
+that the node's user may write). The other is kept by the server: the head travels with replies, the newest one that the
+server was told comes back with its questions, and the node keeps what its server named last. Order of writing: ledger,
+local anchor, release. A crash in between leaves the ledger ahead of its anchors, which is right; a ledger behind one,
+or without its line, was deleted, edited, or rolled back (a restored backup, an old snapshot), and its node answers no
+run with [privacy] until the admin decides.
 
-**What remains undetected:** all places rolled back together, such as a snapshot of the whole machine whose server keeps
-no anchor or colludes; lines cut off behind the oldest anchor that is asked, if the local one is lost with them and the
-server has missed the last replies; and whoever may write as the node's user (root too) can write an `accepted` line as
-the admin does: it stays in the ledger for all to see, but nothing proves who wrote it.
+**What remains undetected:** all places rolled back together, such as a snapshot of the whole machine whose server has
+lost its record, too, or colludes and names no head, or an old one; the last lines, if ledger and local anchor lose them
+before the reply that tells of them has reached the server; and whoever may write as the node's user (root too) can
+write an `accepted` line as the admin does: it stays in the ledger for all to see, but nothing proves who wrote it.
 """
 
 from __future__ import annotations
@@ -66,8 +67,13 @@ def read_anchor(place: Path) -> Anchor | None:
         ) from error
 
 
+def server_place(ledger: Path) -> Path:
+    """Where a node keeps the head that its server named last."""
+    return ledger.with_name(f"{ledger.stem}-server.json")
+
+
 def write_anchor(place: Path, head: Head) -> None:
-    """Replace the local anchor; comes before what `head` is about is released. A guard that finds no ledger and no
+    """Replace an anchor; the local one before what `head` is about is released. A guard that finds no ledger and no
     anchor begins with this, too. Raises `LedgerError`: then nothing may leave."""
     try:
         write_atomic(place, Anchor(head).to_json().encode())
@@ -78,10 +84,24 @@ def write_anchor(place: Path, head: Head) -> None:
         ) from error
 
 
+def forget_broken(place: Path) -> None:
+    """Remove an anchor that cannot be read, once the admin has accepted that."""
+    try:
+        read_anchor(place)
+    except LedgerError:
+        place.unlink()
+
+
 def local(place: Path) -> dict[str, Anchor | None]:
     """The local anchor, named as `compare` wants it. Raises `LedgerError`."""
     anchor = read_anchor(place)
     return {f"the anchor in {place}" + (f" of {anchor.time:%Y-%m-%d %H:%M:%S}" if anchor else ""): anchor}
+
+
+def named(ledger: Path) -> dict[str, Anchor]:
+    """What the server named last, as `compare` wants it; nothing if it never did. Raises `LedgerError`."""
+    anchor = read_anchor(server_place(ledger))
+    return {f"the head that the server named on {anchor.time:%Y-%m-%d %H:%M:%S}": anchor} if anchor else {}
 
 
 def check(ledger: Path, anchors: Mapping[str, Anchor | None]) -> Report:

@@ -67,6 +67,22 @@ def test_a_lost_run_is_resumed_with_the_next_epoch(world: World, caplog: pytest.
     assert world.flower.started[2]["fedward-epoch"] == 3
 
 
+def test_the_servers_log_tells_of_a_ledger_that_went_back(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    run = world.submit()
+    world.tick()
+    world.flower.states[1] = "running"
+    heads = {"expected": "9:" + "a" * 64, "told": "7:" + "b" * 64}
+    world.say(run, "ledger_mismatch", node="clinic-a", **heads, settled=False)
+    for _ in range(2):
+        world.tick()
+    (record,) = [record for record in caplog.records if "privacy ledger" in record.getMessage()]
+    assert record.levelname == "WARNING" and vars(record)["run"] == run
+    assert record.getMessage() == (
+        f"the privacy ledger of clinic-a is at {heads['told']}, but {heads['expected']} was told before: it was rolled "
+        "back or changed"
+    )
+
+
 def test_a_new_manager_resumes_what_it_finds(world: World) -> None:
     run = world.submit()
     world.tick()
