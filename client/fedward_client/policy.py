@@ -81,9 +81,8 @@ class Policy(BaseModel):
     )
     privacy_units: tuple[Literal["record", "patient", "site"], ...] = Field(
         default=(),
-        examples=[("patient", "site")],
-        description="Whose contribution a run with [privacy] must hide: one of these units; empty: any. With\n"
-        "\"record\", a patient with many records is hidden less.",
+        description="Whose contribution a run with [privacy] must hide, such as [\"patient\", \"site\"]; empty: any.\n"
+        "With \"record\", a patient with many records is hidden less.",
     )
     trust_servers_noise: bool = Field(
         default=False,
