@@ -97,3 +97,54 @@ def test_budgets_hold_on_both_sides(federation: Federation, tmp_path: Path) -> N
     assert (mismatch["node"], mismatch["expected"], mismatch["told"]) == ("b", str(whole.head), str(back.head))
     assert "the privacy ledger of b is at" in federation.server.text()
     assert str(whole.head) in fedward("node", "ledger", "verify", "--dir", tmp_path / "b", check=False).stdout
+
+
+BY_PATIENT = """
+name = "by-patient"
+task = "toy.task:Toy"
+rounds = 3
+
+[algorithm]
+name = "scaffold"
+
+[local]
+lr = 0.5
+steps = 5
+
+[cohort]
+min_nodes = 3
+wait = 120
+
+[evaluation]
+every = 0
+
+[privacy]
+unit = "patient"
+clip = 2.0
+sampling_rate = 0.2
+noise_multiplier = 2.0
+"""
+
+
+def test_patients_are_hidden_in_sandboxed_workers(federation: Federation, tmp_path: Path) -> None:
+    """Opacus and the noise run where task code does; the guard accounts. A node that asks for sites refuses."""
+    for i, name in enumerate(("a", "b", "c")):
+        federation.join(name, {"site": i}, POLICY + 'privacy_units = ["patient"]\n')
+        federation.start_node(name)
+    federation.join("d", {"site": 3}, POLICY + 'privacy_units = ["site"]\n')
+    federation.start_node("d")
+    run = federation.submit(BY_PATIENT)
+    end = federation.finished(run)
+    assert end["status"] == "finished", end
+    rounds = federation.events(run, "round")
+    spent = [event["privacy"]["epsilon"] for event in rounds]
+    assert spent == sorted(spent) and len(spent) == 3
+    assert {tuple(event["replies"]) for event in rounds} == {("a", "b", "c")}
+    waited = federation.events(run, "waiting")
+    assert any("privacy_units" in text for event in waited for text in event["missing"].values())
+    row = json.loads(fedward("node", "ledger", "show", "--json", "--dir", tmp_path / "a").stdout)
+    assert (row["unit"], row["releases"]) == ("patient", 3)
+    assert row["epsilon"] == pytest.approx(spent[-1])
+    entries = fedward("node", "journal", "show", "--json", "--run", run, "--dir", tmp_path / "a").stdout.splitlines()
+    masked = [json.loads(line) for line in entries if "secure-sum" in json.loads(line)["protections"]]
+    assert len(masked) == 3 and all("dp-sgd-by-patient" in entry["protections"] for entry in masked)

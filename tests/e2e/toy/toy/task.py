@@ -36,7 +36,9 @@ class Toy:
             # What a malicious bundle would try: whatever it reads here ends in the exception's text.
             raise RuntimeError("stolen: " + ("/" / Path(config["loot"])).read_text())
         site = config.get("site", 0)
-        return Data(train=blobs(site, 90, 1000 + site), test=blobs(site, 60, 2000 + site))
+        # Three records of each patient.
+        patients = [record // 3 for record in range(90)]
+        return Data(blobs(site, 90, 1000 + site), blobs(site, 60, 2000 + site), groups=patients)
 
     def loss(self, model, batch):
         if self.trouble == "raise":
