@@ -4,10 +4,11 @@ Every event has "event" and "time" (UTC, ISO 8601). Kinds:
 
 run_started   run, name, algorithm, rounds, nodes [names], resumed_from (round or null), epoch
 waiting       ready [names], missing {name: failure text}, needed
-round         round, of, cohort [names], replies [names], failures {name: failure text}, weight,
-              train {loss, …}, evaluate {loss, accuracy, …, examples} or null, holdout {…} or null,
-              central {…} or null, bytes_down, bytes_up, seconds;
-              evaluate_failures {name: failure text} if any node failed to evaluate
+round         round, of, cohort [names], available (how many the cohort was drawn from), replies [names],
+              failures {name: failure text}, weight, train {loss, …}, evaluate {loss, accuracy, …, examples} or null,
+              holdout {…} or null, central {…} or null, bytes_down, bytes_up, seconds;
+              evaluate_failures {name: failure text} if any node failed to evaluate;
+              secure_sum {…}, privacy {…} in runs with these
 round_failed  round, reason, failures {name: failure text}, seconds
 ledger_mismatch  node, expected (the head of its privacy ledger that the server was told), told (the one that it tells
               now, NUMBER:HASH both), settled (whether the node's admin has accepted that)

@@ -147,6 +147,26 @@ class RunPaths:
         return self.root / "ledger.jsonl"
 
     @property
+    def lot(self) -> Path:
+        """The secret (32 bytes) that a run with [privacy] draws its cohorts with."""
+        return self.root / "lot.key"
+
+    @property
+    def config(self) -> Path:
+        """The configuration (JSON) of a simulated run, which has no manifest."""
+        return self.root / "config.json"
+
+    @property
+    def report(self) -> Path:
+        """What a run with [privacy] released and what that means, for people; once the run has ended."""
+        return self.root / "privacy-report.html"
+
+    @property
+    def report_json(self) -> Path:
+        """The same as JSON."""
+        return self.root / "privacy-report.json"
+
+    @property
     def stop(self) -> Path:
         """If this file exists, the run ends after the round in flight."""
         return self.root / "stop"

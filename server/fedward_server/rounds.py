@@ -28,7 +28,7 @@ from fedward_server.events import EventLog, read_events
 from fedward_server.fencing import Fenced
 from fedward_server.paths import RunPaths
 from fedward_server.preparation import GRACE, Preparation, StopRequested
-from fedward_server.selection import Members, Selection, draw
+from fedward_server.selection import Members, Secret, Seeded, Selection, draw
 from fedward_server.transport import Clock, Transport
 
 _ATTEMPTS = 2**20  # more than there can be attempts at one round in one epoch
@@ -73,6 +73,8 @@ class Rounds:
     def __post_init__(self) -> None:
         self._run = self.paths.root.name
         self._checkpoints = Checkpoints(self.paths, self.config.rounds, self.epoch)
+        # Models of a run with [privacy] say less to those who cannot tell from a public seed who took part.
+        self._lot = Seeded(self.config.seed) if self.config.privacy is None else Secret.kept(self.paths.lot)
         layout = {"layout": self.layout.digest()}
         self._preparation = Preparation(
             self.transport,
@@ -230,6 +232,7 @@ class Rounds:
             "round": stamp.round,
             "of": self.config.rounds,
             "cohort": list(selection.cohort),
+            "available": selection.available,
             "replies": sorted(gathered.replies),
             "failures": _texts({**selection.passed_over, **gathered.failures}),
             "weight": gathered.mean.weight,
@@ -273,7 +276,7 @@ class Rounds:
         if len(self._preparation.trainable()) < self._quorum:
             self._wait(self._quorum, now.present)
         unavailable = self._preparation.unavailable(now.enrolled)
-        selection = draw(now.enrolled, unavailable, self.config.cohort.size, self.config.seed, round_)
+        selection = draw(now.enrolled, unavailable, self.config.cohort.size, self._lot, round_)
         if not selection.cohort:
             raise RoundFailed("no node of the run can be asked", selection.passed_over)
         return selection

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hmac
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from fedward_common.config import RunConfig
+from fedward_common.files import write_atomic
 from fedward_common.messages import Failure
 
 from fedward_server.transport import Peer
@@ -43,30 +48,67 @@ class Members:
 
 @dataclass(frozen=True)
 class Selection:
-    """A round's cohort, sorted by name, and the nodes that were drawn but could not be asked."""
+    """A round's cohort, sorted by name, the nodes that were drawn but could not be asked, and how many could have been
+    drawn and asked."""
 
     cohort: tuple[str, ...]
     passed_over: Mapping[str, Failure]
+    available: int
+
+
+class Lot(Protocol):
+    """Puts names into an order of its own for each round, any order as likely as any other."""
+
+    def order(self, names: Sequence[str], round_: int) -> list[str]:
+        """The names (sorted) in the order of a round; always the same one."""
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """The order that whoever knows the run's configuration can calculate: runs can be repeated."""
+
+    seed: int
+
+    def order(self, names: Sequence[str], round_: int) -> list[str]:
+        return [names[index] for index in np.random.default_rng([self.seed, round_]).permutation(len(names))]
+
+
+@dataclass(frozen=True)
+class Secret:
+    """An order that nobody can calculate who has not `key`: by HMAC-SHA256 of round and name. What a run with
+    [privacy] spends against those who do not know its cohorts rests on it."""
+
+    key: bytes
+
+    @classmethod
+    def kept(cls, path: Path) -> Secret:
+        """With the key in the file, made if there is none: a resumed run draws as before."""
+        if not path.exists():
+            write_atomic(path, secrets.token_bytes(32))
+        return cls(path.read_bytes())
+
+    def order(self, names: Sequence[str], round_: int) -> list[str]:
+        return sorted(names, key=lambda name: hmac.digest(self.key, f"{round_} {name}".encode(), "sha256"))
 
 
 def draw(
-    enrolled: Iterable[str], unavailable: Mapping[str, Failure], size: int | None, seed: int, round_: int
+    enrolled: Iterable[str], unavailable: Mapping[str, Failure], size: int | None, lot: Lot, round_: int
 ) -> Selection:
     """`size` of the enrolled nodes (None: all), uniformly without replacement.
 
-    The order of drawing depends on (seed, round) and the enrolled names alone, so a repeated round draws the same
+    The order of drawing depends on lot, round and the enrolled names alone, so a repeated round draws the same
     cohort; an unavailable node is passed over for the next in that order.
     """
     names = sorted(enrolled)
     wanted = len(names) if size is None else size
     cohort: list[str] = []
     passed_over: dict[str, Failure] = {}
-    for index in np.random.default_rng([seed, round_]).permutation(len(names)):
+    for name in lot.order(names, round_):
         if len(cohort) == wanted:
             break
-        name = names[index]
         if name in unavailable:
             passed_over[name] = unavailable[name]
         else:
             cohort.append(name)
-    return Selection(tuple(sorted(cohort)), passed_over)
+    available = sum(name not in unavailable for name in names)
+    return Selection(tuple(sorted(cohort)), passed_over, available)

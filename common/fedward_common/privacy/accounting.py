@@ -87,14 +87,20 @@ class Claim:
             )
 
 
-def spent(events: Sequence[tuple[Event, int]], delta: float) -> Claim:
+def spent(events: Sequence[tuple[Event, int]], delta: float, relation: Relation | None = None) -> Claim:
     """What `events` (each with how often) spend together at `delta`, within (0, 1). Raises `AccountingError`.
 
+    relation: the neighbours that the claim is about; default those of the events. What holds for adding and removing
+    a unit gives something for replacing one, not the other way round.
     Answers are kept by multiset of events, and so is what single events add: to know before each release whether it
     would be one too many, ask for the sum with it.
     """
     _check_delta(delta)
-    return _spent(_counts(events), float(delta))
+    counts = _counts(events)
+    least = _relation(counts)
+    if relation is Relation.ADD_OR_REMOVE_ONE and least is not relation:
+        raise AccountingError(f"relation = {relation}: some events are about {least} and say nothing about it.")
+    return _spent(counts, float(delta), relation or least)
 
 
 def rdp(events: Sequence[tuple[Event, int]], delta: float, orders: Sequence[float] | None = None) -> Claim:
@@ -105,27 +111,27 @@ def rdp(events: Sequence[tuple[Event, int]], delta: float, orders: Sequence[floa
     chosen = tuple(map(float, _orders(counts) if orders is None else orders))
     if not chosen or not all(1 < order < math.inf for order in chosen):
         raise AccountingError(f"orders = {orders!r:.100}: one or more are needed, all finite and over 1.")
-    return _rdp(counts, float(delta), chosen)
+    return _rdp(counts, float(delta), _relation(counts), chosen)
 
 
 @lru_cache(maxsize=4096)
-def _spent(counts: Counts, delta: float) -> Claim:
+def _spent(counts: Counts, delta: float, relation: Relation) -> Claim:
     if any(isinstance(event, Integer) for event, _ in counts):
-        return _rdp(counts, delta, _orders(counts))
-    claims = [_exact(counts, delta)]
+        return _rdp(counts, delta, relation, _orders(counts))
+    claims = [_exact(counts, delta, relation)]
     if any(isinstance(event, Sampled) for event, _ in counts):
-        claims.append(_rdp(counts, delta, _orders(counts)))
+        claims.append(_rdp(counts, delta, relation, _orders(counts)))
         rough = min(claim.epsilon for claim in claims)
-        if _relation(counts) is Relation.ADD_OR_REMOVE_ONE and rough <= _PLD_UP_TO:
+        if relation is Relation.ADD_OR_REMOVE_ONE and rough <= _PLD_UP_TO:
             claims.append(_pld(counts, delta))
     return min(claims, key=lambda claim: claim.epsilon)
 
 
-def _exact(counts: Counts, delta: float) -> Claim:
+def _exact(counts: Counts, delta: float, relation: Relation) -> Claim:
     """Sampling is a mixture over who takes part, and neighbours are as near in each case as with everybody, or nearer:
     hockey-stick divergences are jointly convex."""
-    epsilon = epsilon_of(delta, _moves(_relation(counts)) * math.sqrt(_precision(counts)))
-    return _claim(epsilon, delta, "exact Gaussian", counts, _NOT_AMPLIFIED)
+    epsilon = epsilon_of(delta, _moves(relation) * math.sqrt(_precision(counts)))
+    return _claim(epsilon, delta, "exact Gaussian", relation, counts, _NOT_AMPLIFIED)
 
 
 def _pld(counts: Counts, delta: float) -> Claim:
@@ -143,7 +149,8 @@ def _pld(counts: Counts, delta: float) -> Claim:
     total = reduce(lambda one, other: one.compose(other), (_composed(*part, interval) for part in parts))
     left = delta - _ROUNDING - _ROUNDING_A_RELEASE * sum(count for _, count in counts)
     epsilon = float(total.get_epsilon_for_delta(left)) if left > 0 else math.inf
-    return _claim(epsilon, delta, "PLD", counts, *_amplified(counts), _FIXED_BEFOREHAND)
+    further = (*_amplified(counts), _FIXED_BEFOREHAND)
+    return _claim(epsilon, delta, "PLD", Relation.ADD_OR_REMOVE_ONE, counts, *further)
 
 
 @lru_cache(maxsize=16)
@@ -170,20 +177,20 @@ def _interval(rate: float, noise: float) -> float:
     return _FINEST * 2.0 ** max(0, math.ceil(math.log2(max(largest, _FINEST) / _LOSSES / _FINEST)))
 
 
-def _rdp(counts: Counts, delta: float, orders: tuple[float, ...]) -> Claim:
-    relation = _relation(counts)
-    curve = sum((count * _curve(event, relation, orders) for event, count in counts), np.zeros(len(orders)))
+def _rdp(counts: Counts, delta: float, relation: Relation, orders: tuple[float, ...]) -> Claim:
+    curve = sum((count * divergences(event, relation, orders) for event, count in counts), np.zeros(len(orders)))
     gap = sum(count * event.gap for event, count in counts if isinstance(event, Integer))
-    return _claim(_with_gap(curve, np.array(orders), delta, gap), delta, "RDP", counts, *_amplified(counts))
+    epsilon = least_epsilon(curve, np.array(orders), delta, gap)
+    return _claim(epsilon, delta, "RDP", relation, counts, *_amplified(counts))
 
 
 def _orders(counts: Counts) -> tuple[float, ...]:
     return _WHOLE if any(isinstance(event, Sampled) for event, _ in counts) else ORDERS
 
 
-def _with_gap(curve: Curve, alpha: Curve, delta: float, gap: float) -> float:
-    """The least ε for noise within `gap` of its law in total variation, which adds (1 + e^ε)·gap to δ: approached from
-    below until it pays for itself; infinite where δ cannot pay."""
+def least_epsilon(curve: Curve, alpha: Curve, delta: float, gap: float) -> float:
+    """The least ε of a curve at orders alpha, for noise within `gap` of its law in total variation, which adds
+    (1 + e^ε)·gap to δ: approached from below until it pays for itself; infinite where δ cannot pay."""
     if gap == 0:
         return _convert(curve, alpha, delta)
     epsilon = 0.0
@@ -204,8 +211,8 @@ def _convert(curve: Curve, alpha: Curve, delta: float) -> float:
 
 
 @lru_cache(maxsize=256)
-def _curve(event: Event, relation: Relation, orders: tuple[float, ...]) -> Curve:
-    """The Rényi divergence of one release at each order α."""
+def divergences(event: Event, relation: Relation, orders: tuple[float, ...]) -> Curve:
+    """The Rényi divergence of one release at each order α > 1."""
     alpha, moves = np.array(orders), _moves(relation)
     if isinstance(event, Skellam):
         return _skellam(moves * event.l2, moves * event.l1, event.variance, alpha)
@@ -322,9 +329,10 @@ def _amplified(counts: Counts) -> tuple[str, ...]:
     return tuple(dict.fromkeys(event.amplified for event, _ in counts if isinstance(event, Sampled)))
 
 
-def _claim(epsilon: float, delta: float, accountant: str, counts: Counts, *further: str) -> Claim:
+def _claim(
+    epsilon: float, delta: float, accountant: str, relation: Relation, counts: Counts, *further: str
+) -> Claim:
     """The claim with what all claims about `counts` rest on, and what this accountant's does."""
-    relation = _relation(counts)
     converted = [_CONVERTED] if any(event.relation is not relation for event, _ in counts) else []
     rests_on = dict.fromkeys(event.rests_on for event, _ in counts)
     return Claim(epsilon, delta, accountant, relation, (_HIDDEN[relation], *rests_on, *converted, *further))

@@ -65,7 +65,7 @@ def renyi(p, q, alpha):
 
 
 def curve(event, orders, relation=Relation.ADD_OR_REMOVE_ONE):
-    return accounting._curve(event, relation, tuple(orders))
+    return accounting.divergences(event, relation, tuple(orders))
 
 
 @pytest.mark.parametrize("row", ORACLES, ids=str)
@@ -370,7 +370,7 @@ def test_what_the_library_got_wrong_is_no_privacy(monkeypatch, wrong):
     try:
         assert rdp([(event, 1), (Gaussian(1.0), 1)], DELTA, (2.0, 3.0, 4.0)).epsilon == math.inf
     finally:
-        accounting._curve.cache_clear()
+        accounting.divergences.cache_clear()
 
 
 def test_hardly_any_noise_is_no_privacy():
