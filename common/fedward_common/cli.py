@@ -29,6 +29,7 @@ _SUMMARIES = {
     "plan": "Check a run and forecast its bytes and seconds.",
     "simulate": "Run a federation in this process, before any node is involved.",
     "run": "Start, watch and stop runs; fetch their models.",
+    "report": "Say what a private run released and what that means for one person.",
     "server": "Set up and run the server; invite and revoke nodes.",
     "authority": "Sign the roster on a machine apart from the server.",
     "node": "Join a federation and run a node.",

@@ -108,7 +108,7 @@ class RunConfig(_Table):
     name: Name = Field(description="what lists and tables call the run")
     task: str = Field(pattern=TASK_PATTERN, description="'module:Class' in the bundle")
     rounds: int = Field(ge=1, le=1_000_000, description="rounds of the training")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="of the initial model, cohorts and batches")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="of the model, batches and, without [privacy], cohorts")
     algorithm: Annotated[SerializeAsAny[AlgorithmOptions], BeforeValidator(_algorithm)]
     local: LocalOptions
     cohort: CohortOptions = CohortOptions()

@@ -130,6 +130,11 @@ class RunClient:
         write_atomic(out, response.content, mode=0o644)
         return len(response.content)
 
+    def privacy_report(self, run_id: str) -> dict[str, Any]:
+        """The privacy report of a run so far: "report" as JSON, "page" as an HTML file."""
+        found: dict[str, Any] = self._service.get(f"/runs/{run_id}/privacy-report", timeout=POLL_SECONDS)
+        return found
+
     def events(
         self,
         run_id: str,

@@ -16,8 +16,9 @@ from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, TaskError
 from fedward_common.local import LocalRunner
-from fedward_common.privacy import sampled, site
+from fedward_common.privacy import sampled, site, wording
 from fedward_common.privacy.accounting import Claim, spent
+from fedward_common.privacy.amplification import Drawn, unseen
 from fedward_common.privacy.cost import multiplier, round_cost
 from fedward_common.secagg.graph import Parameters
 from fedward_common.secagg.packing import packed_size
@@ -33,10 +34,13 @@ _MEASURED_STEPS = 10
 @dataclass(frozen=True)
 class Privacy:
     """What a run with [privacy] will have spent. spent: ε after every tenth round and the last one, by round.
-    last: the last round that the budget allows. noise_multiplier: z."""
+    unseen: the same against those who see models only; sampling: why that is less, or not. last: the last round that
+    the budget allows. noise_multiplier: z."""
 
     noise_multiplier: float
     spent: Mapping[int, float]
+    unseen: Mapping[int, float]
+    sampling: str
     last: int
     assumptions: tuple[str, ...]
 
@@ -152,7 +156,7 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
         up=up,
         evaluation=0 if parameters else sum(vector.nbytes for vector in start.values()),
         secure=parameters,
-        privacy=None if config.privacy is None else privacy(config, layout.size(Kind.TRAINABLE), cohort),
+        privacy=None if config.privacy is None else privacy(config, layout.size(Kind.TRAINABLE), cohort, nodes),
     )
     if data_config is None:
         return result
@@ -167,8 +171,9 @@ def _steps(config: RunConfig, examples: int) -> int:
     return local.steps or (local.epochs or 1) * math.ceil(examples / local.batch_size)
 
 
-def privacy(config: RunConfig, length: int, n: int) -> Privacy:
-    """ε of a run whose rounds have `n` nodes each, for a model of `length` parameters. Raises `ConfigError`."""
+def privacy(config: RunConfig, length: int, n: int, population: int) -> Privacy:
+    """ε of a run whose rounds have `n` nodes each, drawn from `population`, for a model of `length` parameters. Raises
+    `ConfigError`."""
     options = config.privacy
     assert options is not None
     cost = round_cost(config, length, n)
@@ -181,9 +186,17 @@ def privacy(config: RunConfig, length: int, n: int) -> Privacy:
         # ε grows with the rounds: the first one that is too many, counted from 0, follows the last that is not.
         last = bisect_left(range(1, config.rounds + 1), True, key=lambda rounds: after(rounds).epsilon > budget)
     shown = sorted({*range(10, last + 1, 10), last} - {0})
-    claim = after(max(1, last))
+    claim, drawn = after(max(1, last)), Drawn(cost.event, n, population)
+    models_only = {r: unseen([(drawn, r * cost.count)], options.delta) for r in shown}
     return Privacy(
-        multiplier(config, length), {r: after(r).epsilon for r in shown}, last, claim.assumptions
+        noise_multiplier=multiplier(config, length),
+        spent={r: after(r).epsilon for r in shown},
+        unseen={r: found.epsilon for r, found in models_only.items()},
+        sampling=wording.sampling(
+            config, claim, models_only.get(last, claim), [n / population] if n < population else [], 0
+        ),
+        last=last,
+        assumptions=claim.assumptions,
     )
 
 

@@ -24,6 +24,7 @@ from fedward_server.events import Event, EventLog
 from fedward_server.live import Display, open_display
 from fedward_server.paths import RunPaths
 from fedward_server.plan import open_task
+from fedward_server.privacy_report import write_if_private
 from fedward_server.simulation import simulate
 from fedward_server.taskhost import load_vectors
 
@@ -82,6 +83,7 @@ def rehearse(
     if config.initial_model is not None:
         server = LocalRunner(config, task, "server", {})
         initial = load_vectors(server.layout, project / config.initial_model, server.do(Work("initial")).vectors)
+    write_atomic(paths.config, config.model_dump_json().encode(), mode=0o644)
     with open_display(as_json) as display, _log_file(paths.root / "log.txt") as first_error, _stopping() as stop:
         outcome = simulate(
             config,
@@ -93,6 +95,7 @@ def rehearse(
             log=_ShownLog(paths.events, display),
             should_stop=stop.is_set,
         )
+    write_if_private(paths)
     if first_error.text:
         print(f"first error in the task ({paths.root / 'log.txt'} has all):", file=sys.stderr)
         print(first_error.text, file=sys.stderr)

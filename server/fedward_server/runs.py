@@ -29,6 +29,7 @@ from sqlalchemy.orm import Session
 from fedward_server.events import Event, read_events
 from fedward_server.fencing import end_owner, read_owner
 from fedward_server.paths import RunPaths, ServerPaths
+from fedward_server.privacy_report import write_if_private
 from fedward_server.store import LIVE_RUNS, Run, RunStatus, Store, add_audit, get_run, list_runs
 
 log = logging.getLogger(__name__)
@@ -502,6 +503,7 @@ class RunManager:
         return self._clock() > asked + float(run.config["cohort"]["deadline"]) + STOP_GRACE
 
     def _finish(self, run_id: str, status: str, reason: str) -> None:
+        write_if_private(self._paths.run(run_id))
         with self._store.transaction() as session:
             run = get_run(session, run_id)
             self._end(run, RunStatus(status), reason)

@@ -95,6 +95,8 @@ def simulate(
     if not as_json:
         typer.echo(f"run directory  {ended.paths.root}")
         typer.echo(f"model          {ended.model or 'none: no round was finished'}")
+        if ended.paths.report.exists():
+            typer.echo(f"privacy report {ended.paths.report}")
     if ended.status == "failed":
         raise typer.Exit(1)
 
@@ -167,6 +169,10 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
         line("ε", ", ".join(f"{epsilon:.3g} after round {r}" for r, epsilon in private.spent.items()) or "–")
         for assumption in private.assumptions:
             line("", assumption)
+        if private.unseen != private.spent:
+            told = ", ".join(f"{epsilon:.3g} after round {r}" for r, epsilon in private.unseen.items())
+            line("ε, unseen", f"{told}: against those who see models and do not know who took part")
+        line("", private.sampling)
         if private.last < config.rounds:
             line("warning", f"the budget of ε = {options.budget:g} ends the run after round {private.last}")
     if config.evaluation.every:

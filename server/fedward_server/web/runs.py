@@ -14,8 +14,12 @@ from fastapi import APIRouter, Query, Request, Response
 from fedward_common.bundle import MAX_BYTES, BundleError
 from fedward_common.errors import ConfigError, FedwardError
 from fedward_common.manifest import ManifestError
+from fedward_common.privacy.ledger import LedgerError
+from fedward_common.privacy.report import ReportError
+from fedward_common.privacy.report_page import page
 from fedward_common.signing import SignatureError
 
+from fedward_server import privacy_report
 from fedward_server.checkpoint import CheckpointError, Checkpoints, read_checkpoint
 from fedward_server.events import Event, read_events
 from fedward_server.paths import RunPaths, ServerPaths
@@ -61,6 +65,8 @@ def refusal(error: FedwardError) -> Refusal:
             (ManifestError, "manifest_refused", 422),
             (SignatureError, "signature_wrong", 403),
             (CheckpointError, "model_missing", 404),
+            (ReportError, "no_report", 409),
+            (LedgerError, "no_report", 409),
             (FedwardError, "refused", 400),
         )
         if isinstance(error, kind)
@@ -204,6 +210,17 @@ def model(request: Request, run_id: str, _: ByScientist, which: str = "last") ->
         media_type="application/octet-stream",
         headers={"Fedward-Round": str(checkpoint.round)},
     )
+
+
+@router.get("/runs/{run_id}/privacy-report")
+def report(request: Request, run_id: str, _: ByScientist) -> dict[str, Any]:
+    """What a run with [privacy] has released so far and what that means: "report" as JSON, "page" as an HTML file."""
+    try:
+        manager_of(request).view(run_id)
+        found = privacy_report.read(_run_paths(request, run_id))
+    except FedwardError as error:
+        raise refusal(error) from error
+    return {"report": json.loads(found.to_json()), "page": page(found)}
 
 
 def _run_paths(request: Request, run_id: str) -> RunPaths:

@@ -10,7 +10,14 @@ import pytest
 from fedward_common.privacy import amplification
 from fedward_common.privacy.accounting import divergences, spent
 from fedward_common.privacy.amplification import Drawn, sampled, unseen
-from fedward_common.privacy.events import DiscreteGaussian, FixedSizeGaussian, Gaussian, Relation, SampledGaussian, Skellam
+from fedward_common.privacy.events import (
+    DiscreteGaussian,
+    FixedSizeGaussian,
+    Gaussian,
+    Relation,
+    SampledGaussian,
+    Skellam,
+)
 
 DELTA = 1e-5
 REACH = 60
@@ -44,7 +51,8 @@ def test_never_below_what_a_small_mechanism_gives_away(variance: float, populati
     replaced = {a: max(divergence(log_noise(variance), np.roll(log_noise(variance), d), a) for d in (-2, -1, 1, 2))
                 for a in range(2, max(orders) + 1)}  # fmt: skip
     worst = dict.fromkeys(orders, 0.0)
-    for rest in {(other,) * (population - 1) for other in (-1, 0, 1)} | {tuple((-1) ** i for i in range(population - 1))}:
+    alike = {(other,) * (population - 1) for other in (-1, 0, 1)}
+    for rest in alike | {tuple((-1) ** i for i in range(population - 1))}:
         for before, after in product((-1, 0, 1), repeat=2):
             p, q = (of_sum((one, *rest), size, variance) for one in (before, after))
             for order in orders:

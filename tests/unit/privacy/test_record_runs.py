@@ -138,7 +138,7 @@ def test_a_target_is_met_by_all_steps_of_all_rounds() -> None:
     wanted = config(privacy={"noise_multiplier": None, "target_epsilon": 2.0}, rounds=10)
     z = sampled_steps(wanted).noise_multiplier
     assert 1.95 < oracle(0.1, z, 50) <= 2.0 * (1 + 1e-3)
-    shown = privacy(wanted, 6, N)
+    shown = privacy(wanted, 6, N, N)
     assert shown.last == 10 and shown.spent[10] <= 2.0
     assert any("Poisson" in text for text in shown.assumptions)
 

@@ -15,6 +15,7 @@ from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.cli import build
 from fedward_common.config import RunConfig, load_config
 from fedward_common.privacy.accounting import spent
+from fedward_common.privacy.amplification import Drawn, unseen
 from fedward_common.privacy.exact_gaussian import epsilon_of
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.privacy.site import mechanism
@@ -102,6 +103,24 @@ def test_the_forecast_of_privacy(project: Path) -> None:
     assert f"the budget of ε = 6 ends the run after round {found.last}" in shown
     # 4096 words, the next power of two, of 20 bits, three to a cell.
     assert f"{-(-4096 // 3) * 7.5 / 1e6:.3g} MB a node" in shown
+
+
+def test_two_epsilons_where_a_round_draws_few(project: Path) -> None:
+    run = private(project, "noise_multiplier = 8.0")
+    edit("run.toml", "min_nodes = 3", "min_nodes = 3\nsize = 5")(project)
+    config = load_config(run)
+    found = forecast(config, open_task(config, project), 100, None).privacy
+    assert found is not None
+    event = mechanism(config, 2410, 5).event
+    assert found.spent[40] == spent([(event, 40)], 1e-5).epsilon
+    assert found.unseen[40] == unseen([(Drawn(event, 5, 100), 40)], 1e-5).epsilon < found.spent[40] / 2
+    shown = " ".join(fedward("plan", run, "--nodes", "100").output.split())
+    assert f"{found.unseen[40]:.3g} after round 40: against those who see models and do not know" in shown
+    assert "5 % of the available sites" in shown
+    # Of seven there is nothing to be gained, and of five nobody is left out.
+    few = " ".join(fedward("plan", run, "--nodes", "7").output.split())
+    assert "costs more than the draw gains" in few and "ε, unseen" not in few
+    assert "came about at the first attempt" in " ".join(fedward("plan", run, "--nodes", "5").output.split())
 
 
 def test_a_target_becomes_noise(project: Path) -> None:
