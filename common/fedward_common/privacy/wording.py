@@ -143,10 +143,8 @@ def sampling(config: RunConfig, known: Claim, models_only: Claim, rates: Sequenc
     if options.unit != "site":
         return f"Rounds draw sites. For privacy by {options.unit} that draw is not counted: both numbers are the same."
     if not rates:
-        why = "every site that was available took part" if config.cohort.size is None else (
-            "no round drew fewer sites than were available and came about at the first attempt"
-        )
-        return f"The draw of the rounds' sites gains nothing: {why}. Both numbers are the same."
+        but = "" if config.cohort.size is None or not whole else ", or a round was tried more than once"
+        return f"No site is left out by chance: all that are available are asked{but}. Both numbers are the same."
     share = percent(rates[-1]) if rates[0] == rates[-1] else f"{percent(rates[0])} to {percent(rates[-1])}"
     if not models_only.epsilon < known.epsilon:
         return gains_nothing(share)
