@@ -204,6 +204,7 @@ class RunManager:
         self._follow_every = follow_every
         self._tails: dict[tuple[str, int], _Tail] = {}
         self._due: dict[str, float] = {}
+        self._unreported: list[str] = []
         self._rounds = _LastRounds()
         self._lock = threading.RLock()
         self._wake = threading.Event()
@@ -359,13 +360,16 @@ class RunManager:
             self._wake.clear()
 
     def tick(self) -> None:
-        """Follow every active run, then start queued ones while there is room."""
+        """Follow every active run, start queued ones while there is room, and report what has ended."""
         with self._lock:
             for run_id in self._ids(_ACTIVE):
                 self._guarded(run_id, self._follow)
             free = self._max_runs - len(self._ids(_ACTIVE))
             for run_id in self._ids((RunStatus.QUEUED,))[: max(0, free)]:
                 self._guarded(run_id, self._launch)
+        # Without the lock: an accountant may take seconds.
+        while self._unreported:
+            write_if_private(self._paths.run(self._unreported.pop()))
 
     def _ids(self, statuses: tuple[RunStatus, ...]) -> list[str]:
         with self._store.transaction() as session:
@@ -503,13 +507,13 @@ class RunManager:
         return self._clock() > asked + float(run.config["cohort"]["deadline"]) + STOP_GRACE
 
     def _finish(self, run_id: str, status: str, reason: str) -> None:
-        write_if_private(self._paths.run(run_id))
         with self._store.transaction() as session:
             run = get_run(session, run_id)
             self._end(run, RunStatus(status), reason)
             add_audit(session, "service", "run.ended", run=run_id, status=status)
         self._tails = {key: tail for key, tail in self._tails.items() if key[0] != run_id}
         self._due.pop(run_id, None)
+        self._unreported.append(run_id)
         log.info("run ended: %s %s", status, reason, extra={"run": run_id})
 
     def _end(self, run: Run, status: RunStatus, reason: str) -> None:

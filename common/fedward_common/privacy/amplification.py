@@ -78,7 +78,7 @@ def sampled(replaced: Curve, rate: float) -> float:
     return float(np.logaddexp(0.0, np.logaddexp.reduce(logs))) / (order - 1)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def _of_one(drawn: Drawn, relation: Relation) -> Curve:
     plain = divergences(drawn.event, relation, _WHOLE)
     if drawn.size == drawn.population:

@@ -19,7 +19,7 @@ from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
 from fedward_common.privacy import ledger as ledgers
 from fedward_common.privacy import wording
-from fedward_common.privacy.accounting import Claim, spent
+from fedward_common.privacy.accounting import Claim, Sampled, spent
 from fedward_common.privacy.amplification import Drawn, unseen
 from fedward_common.privacy.events import Event, Relation, from_json
 from fedward_common.privacy.ledger import Release, Unit
@@ -29,8 +29,8 @@ from fedward_common.privacy.wording import Recipient
 
 FORMAT = 1
 """Of the JSON: a later one may have more fields, a higher number other ones."""
-_SHOWN = 40
-"""Rounds, at most, whose ε is given: each asks an accountant."""
+_SHOWN, _SHOWN_SAMPLED = 40, 10
+"""Rounds, at most, whose ε is given: each asks an accountant, which takes half a second for sampled noise."""
 _NOBODY = 1
 
 
@@ -80,10 +80,13 @@ class Person:
 
 @dataclass(frozen=True)
 class PrivacyReport:
-    """See the module. unit, mechanism, clip, delta, budget: as configured. noise_multiplier: z, None before a round.
+    """See the module.
+
+    unit, mechanism, clip, delta, budget: as configured. noise: who adds it. noise_multiplier: z, None before a round.
     sites: enrolled; cohort: drawn for a round, None for all. rounds: with a model; of: planned. claim: against those
     who know who took part; unseen: against those who see models only, for the reason in `sampling`. left: of the
-    budget. accepted: decisions by which somebody went on with a damaged ledger."""
+    budget. hidden: what a unit is. accepted: decisions by which somebody went on with a damaged ledger.
+    """
 
     run: str
     name: str
@@ -91,7 +94,8 @@ class PrivacyReport:
     reason: str
     made: str
     unit: str
-    mechanism: str
+    mechanism: str | None
+    noise: str
     clip: float
     noise_multiplier: float | None
     delta: float
@@ -151,6 +155,7 @@ def make(
         made=(now or datetime.now(UTC)).isoformat(timespec="seconds"),
         unit=options.unit,
         mechanism=options.mechanism,
+        noise=wording.noise(options),
         clip=options.clip,
         noise_multiplier=story.noise_multiplier if options.noise_multiplier is None else options.noise_multiplier,
         delta=options.delta,
@@ -274,7 +279,8 @@ class _Course:
         return spent(list(events.items()), delta, relation), unseen(list(counts.items()), delta, relation)
 
     def over_rounds(self, delta: float) -> tuple[Spent, ...]:
-        shown = {self._rounds[i] for i in _spread(len(self._rounds))}
+        sampled = any(isinstance(drawn.event, Sampled) for drawn in self.all)
+        shown = {self._rounds[i] for i in _spread(len(self._rounds), _SHOWN_SAMPLED if sampled else _SHOWN)}
         total: Counter[Drawn] = Counter()
         found = []
         for number in self._rounds:
@@ -332,11 +338,11 @@ def _persons(
     return tuple(found)
 
 
-def _spread(count: int) -> list[int]:
-    """Indices from first to last, evenly apart, not more than `_SHOWN`."""
-    if count <= _SHOWN:
+def _spread(count: int, most: int) -> list[int]:
+    """Indices from first to last, evenly apart, not more than `most`."""
+    if count <= most:
         return list(range(count))
-    return [round(i * (count - 1) / (_SHOWN - 1)) for i in range(_SHOWN)]
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
 def _finite(value: Any) -> Any:

@@ -41,6 +41,8 @@ svg .limit { stroke: var(--warn); stroke-dasharray: 2 4; stroke-width: 1.5; }
 svg text.one { fill: var(--one); stroke: none; } svg text.two { fill: var(--two); stroke: none; }
 svg text.limit { fill: var(--warn); stroke: none; }
 """
+_MOST = 30
+"""Rows of events or attempts that are shown."""
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 300, 52, 16, 16, 44
 
 
@@ -85,8 +87,8 @@ def _head(report: PrivacyReport) -> str:
         f"<header><h1>Privacy report: {escape(report.name)}</h1>\n"
         f'<p class="dim">Run <code>{escape(report.run)}</code>, {escape(status + reason)}. '
         f"Made on {escape(report.made)}.</p>\n"
-        f"<p>Hidden is what each <b>{report.unit}</b> adds, with {report.mechanism} noise. The smaller ε, the better "
-        "it is hidden; ε = 0 would be perfect.</p>\n"
+        f"<p>Hidden is what each <b>{report.unit}</b> adds, by {escape(report.noise)}. The smaller ε, the better it is "
+        "hidden; ε = 0 would be perfect.</p>\n"
         f'<div class="cards">{shown}</div></header>\n'
     )
 
@@ -163,8 +165,8 @@ def _step(most: float) -> float:
 def _released(report: PrivacyReport) -> str:
     z = "" if report.noise_multiplier is None else f", noise multiplier {report.noise_multiplier:.6g}"
     text = (
-        f"<p>In each round the sum of the sites' updates with {report.mechanism} noise (clip {report.clip:g}{z}), and "
-        f"what follows from it: the models. {report.sites} sites are enrolled in the run; "
+        f"<p>In each round the sum of the sites' updates with noise (clip {report.clip:g}{z}), and what follows from "
+        f"it: the models. {report.sites} sites are enrolled in the run; "
         f"{'all that are available' if report.cohort is None else report.cohort} are asked in a round.</p>\n"
     )
     rows = [
@@ -172,7 +174,10 @@ def _released(report: PrivacyReport) -> str:
          f"<td><code>{escape(json.dumps(one.event, ensure_ascii=False))}</code></td>")
         for one in report.released
     ]  # fmt: skip
-    return text + _table(("how often", "rounds", "event"), rows) if rows else text + "<p>Nothing was released.</p>\n"
+    if not rows:
+        return text + "<p>Nothing was released.</p>\n"
+    more = f"<p>And {len(rows) - _MOST:,} more events, in the JSON.</p>\n" if len(rows) > _MOST else ""
+    return text + _table(("how often", "rounds", "event"), rows[:_MOST]) + more
 
 
 def _recipients(report: PrivacyReport) -> str:
@@ -202,7 +207,8 @@ def _lost(report: PrivacyReport) -> str:
         f"<td>{one.round:,}</td><td>{one.attempt:,}</td><td>{escape(one.time)}</td><td>{escape(one.why)}</td>"
         for one in report.lost
     ]
-    return text + _table(("round", "attempt", "when", "why"), rows)
+    more = f"<p>And {len(rows) - _MOST:,} more, in the JSON.</p>\n" if len(rows) > _MOST else ""
+    return text + _table(("round", "attempt", "when", "why"), rows[:_MOST]) + more
 
 
 def _ledger(report: PrivacyReport) -> str:

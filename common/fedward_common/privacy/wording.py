@@ -29,12 +29,21 @@ class Recipient:
     holds: str
 
 
+def noise(options: PrivacyOptions) -> str:
+    """Who adds the noise to what."""
+    if options.unit != "site":
+        return "noise that each site adds to each step of its training"
+    if options.mechanism == "central":
+        return "noise that the server adds to the sum of the sites' updates"
+    return "noise that the sites add to the sum of their updates, each its share, under masks"
+
+
 def views(options: PrivacyOptions, colluders: int) -> tuple[str, str]:
     """Against whom the two ε hold. colluders: as in `recipients`."""
     knowing = "the server and everybody else"
     if options.mechanism == "central":
         knowing = "everybody but the server"
-    elif colluders == 0:
+    elif options.mechanism == "distributed" and colluders == 0:
         knowing = "the server and everybody else, but not the sites that took part"
     return (
         f"{knowing}, even if they know which sites took part in which round",
@@ -50,16 +59,25 @@ def hidden(unit: Unit) -> str:
             "part is not. One patient less changes an update into another one, which may be twice as far: hence the "
             "larger ε for a patient."
         )
-    return f"A unit is {ONE[unit]}."
+    if unit is Unit.PATIENT:
+        return "A unit is a patient, with all records that one site has of them."
+    return "A unit is a record."
 
 
 def explained(meaning: Meaning) -> tuple[str, ...]:
     """What a bound says, in sentences that need no mathematics."""
-    factor = up(meaning.factor) if meaning.factor < 1e6 else "some number over a million of"
-    times = f"at most {factor} times as likely"
+    odds = (
+        f"Any conclusion that somebody draws from all that was released is at most {up(meaning.factor)} times as "
+        "likely with these data as without them, and the other way round, apart from a chance of "
+        f"{chance(meaning.delta)}. No odds change by more than that."
+    )
+    if meaning.factor >= 1e6:
+        odds = (
+            "With these data a conclusion may be more than a million times as likely as without them: about odds this "
+            "says nothing."
+        )
     found = [
-        f"Any conclusion that somebody draws from all that was released is {times} with these data as without them, "
-        f"and the other way round, apart from a chance of {chance(meaning.delta)}. No odds change by more than that.",
+        odds,
         "Say that somebody thinks it as likely as not that these data were used, and knows everything else. A coin "
         f"would tell them right in 50 % of such cases. With all that was released they are right in at most "
         f"{percent(meaning.right)}.",
@@ -77,7 +95,7 @@ def recipients(config: RunConfig, colluders: int) -> tuple[Recipient, ...]:
     options = config.privacy
     assert options is not None
     others = "The models that they trained on. Of other sites: keys and encrypted shares, no update."
-    holds = "ε holds."
+    holds = "ε holds for what is another site's."
     if options.mechanism == "distributed" and colluders == 0:
         holds = (
             "Each site knows its own part of the noise, and with cohorts this small no part was planned to be missing: "
@@ -85,14 +103,19 @@ def recipients(config: RunConfig, colluders: int) -> tuple[Recipient, ...]:
         )
     elif options.mechanism == "distributed":
         holds = f"ε holds against up to {colluders} of them together in a round, and against these with the server."
+    servers = {"central": _central, "distributed": _distributed, None: _on_sites}[options.mechanism]
     return (
-        *(_central(config) if options.mechanism == "central" else _distributed(config, colluders)),
+        *servers(config, colluders),
         Recipient("The sites that took part", others, holds),
         Recipient(
             "The data scientist",
             "The model after each round, and the run's events: which sites took part, when, failures, bytes, seconds, "
             "ε. No loss and no metric of any site's data.",
-            "ε holds. The events name each round's sites, so the smaller of two numbers does not.",
+            "ε holds." + (
+                " The events name each round's sites, so the smaller of two numbers does not."
+                if options.unit == "site" and config.cohort.size is not None
+                else ""
+            ),
         ),
         Recipient("Whoever is given a model", "One or more of the models.", "ε holds, whatever is done with them."),
     )
@@ -119,12 +142,30 @@ def _distributed(config: RunConfig, colluders: int) -> tuple[Recipient, ...]:
     )
 
 
-def _central(config: RunConfig) -> tuple[Recipient, ...]:
+def _on_sites(config: RunConfig, colluders: int) -> tuple[Recipient, ...]:
     return (
         Recipient(
             "The server, honest but curious",
-            "In each round the sum of all updates without noise, which it then adds. No single update, weight, "
-            "loss or metric.",
+            "In each round one sum of all updates, which were trained under noise. No single update, loss or metric.",
+            "ε holds, and it would for a single update: the noise is in each before it leaves its site.",
+        ),
+        Recipient(
+            "A server that lies",
+            "The same, or at worst single updates.",
+            "ε holds, whatever it does to the secure sum.",
+        ),
+    )
+
+
+def _central(config: RunConfig, colluders: int) -> tuple[Recipient, ...]:
+    assert config.privacy is not None
+    adapts = config.privacy.clip_quantile is not None
+    counted = ", and how many of them were within the clip" if adapts else ""
+    return (
+        Recipient(
+            "The server, honest but curious",
+            f"In each round the sum of all updates without noise{counted}; the noise it adds afterwards. No single "
+            "update, weight, loss or metric.",
             "No ε holds: it saw the sum as it is. The sites that took part trusted it with that.",
         ),
         Recipient(
@@ -141,7 +182,10 @@ def sampling(config: RunConfig, known: Claim, models_only: Claim, rates: Sequenc
     options = config.privacy
     assert options is not None
     if options.unit != "site":
-        return f"Rounds draw sites. For privacy by {options.unit} that draw is not counted: both numbers are the same."
+        return (
+            f"The draw of a round's sites is not counted for privacy by {options.unit}: both numbers are the same. "
+            f"That each site draws its {options.unit}s for each step, in secret, is counted, against everybody."
+        )
     if not rates:
         but = "" if config.cohort.size is None or not whole else ", or a round was tried more than once"
         return f"No site is left out by chance: all that are available are asked{but}. Both numbers are the same."
@@ -190,12 +234,11 @@ def _of_unit(options: PrivacyOptions) -> tuple[str, ...]:
             "matter.",
         )
     return (
-        f"The code that the sites approved and ran. The limit for {ONE[Unit(options.unit)]} rests on it: it clips "
-        "what each of them adds. Code that does not is not bounded by this ε.",
-    ) + (
-        ("A person with several records. With k of them the factor above is to be taken to the power of k.",)
+        "The code that the sites approved and ran. It sees the data beside the steps that clip and noise; no ε bounds "
+        "what it sends in place of a gradient. Every number here rests on somebody having read it.",
+        "A person with several records. With k of them the factor is to be taken to the power of k, and δ grows, too."
         if options.unit == "record"
-        else ()
+        else "A person who is a patient of several sites counts as several.",
     )
 
 

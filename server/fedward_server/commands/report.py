@@ -64,7 +64,7 @@ def _summarise(report: Mapping[str, Any]) -> None:
     known, unseen = report["claim"]["epsilon"], report["unseen"]["epsilon"]
     budget = "" if report["budget"] is None else f", budget {report['budget']:g}"
     line("run", f"{report['name']}: {report['status'].replace('_', ' ')}, {report['rounds']} rounds", "bold")
-    line("ε", f"{_number(known)} by {report['unit']} at δ = {report['delta']:g}{budget}, {report['mechanism']} noise")
+    line("ε", f"{_number(known)} by {report['unit']} at δ = {report['delta']:g}{budget}, {report['noise']}")
     line("", f"{_number(unseen)} for those who see models and do not know who took part")
     if unseen == known:
         line("", report["sampling"])
