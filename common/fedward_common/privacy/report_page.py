@@ -38,9 +38,12 @@ svg { width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px syste
 svg .axis { stroke: var(--line); } svg .one { stroke: var(--one); fill: none; stroke-width: 2.5; }
 svg .two { stroke: var(--two); fill: none; stroke-width: 2.5; stroke-dasharray: 7 4; }
 svg .limit { stroke: var(--warn); stroke-dasharray: 2 4; stroke-width: 1.5; }
-svg text.one { fill: var(--one); stroke: none; } svg text.two { fill: var(--two); stroke: none; }
+figcaption { color: var(--dim); font-size: .93rem; }
+figcaption .one { color: var(--one); } figcaption .two { color: var(--two); }
 svg text.limit { fill: var(--warn); stroke: none; }
 """
+_MARKS = {"one": "━━", "two": "╍╍"}
+"""How a line looks, for a legend in words."""
 _MOST = 30
 """Rows of events or attempts that are shown."""
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 300, 52, 16, 16, 44
@@ -113,12 +116,16 @@ def _figure(report: PrivacyReport) -> str:
     points = [each for each in report.spent if math.isfinite(each.epsilon)]
     if not points:
         return "<p>No round spent an amount that can be drawn.</p>\n"
-    lines: list[tuple[str, str, Sequence[float]]] = [("one", "ε", [each.epsilon for each in points])]
+    lines: list[tuple[str, str, Sequence[float]]] = [
+        ("one", "Against those who know who took part", [each.epsilon for each in points])
+    ]
     if any(each.unseen < each.epsilon for each in points):
-        lines[0] = ("one", "for those who know who took part", lines[0][2])
-        lines.append(("two", "for those who see models only", [each.unseen for each in points]))
-    text = f"<figure>{_svg(points, lines, report.budget)}<figcaption class=\"dim\">"
-    return text + "ε after each round, all rounds up to it together, at the same δ.</figcaption></figure>\n"
+        lines.append(("two", "Against those who see models only", [each.unseen for each in points]))
+    keys = " ".join(f'<span class="{kind}">{_MARKS[kind]} {name}.</span>' for kind, name, _ in lines)
+    return (
+        f"<figure>{_svg(points, lines, report.budget)}<figcaption>ε after each round, all rounds up to it together. "
+        f"{keys}</figcaption></figure>\n"
+    )
 
 
 def _svg(points: Sequence[Spent], lines: Sequence[tuple[str, str, Sequence[float]]], budget: float | None) -> str:
@@ -147,12 +154,9 @@ def _svg(points: Sequence[Spent], lines: Sequence[tuple[str, str, Sequence[float
     if drawn is not None:
         svg.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(drawn)}" y2="{y(drawn)}"/>')
         svg.append(f'<text class="limit" x="{_LEFT + 6}" y="{y(drawn) - 5}">budget {drawn:g}</text>')
-    for kind, name, values in lines:
+    for kind, _, values in lines:
         path = " ".join(f"{x(each.round)},{y(value)}" for each, value in zip(points, values, strict=True))
         svg.append(f'<polyline class="{kind}" points="{x(0)},{y(0)} {path}"/>')
-        # Under its line: above it, it would meet the budget's.
-        end = f'x="{_WIDTH - _RIGHT - 4}" y="{min(y(values[-1]) + 22, _HEIGHT - _BOTTOM - 6)}" text-anchor="end"'
-        svg.append(f'<text class="{kind}" {end}>{name}</text>')
     return "".join(svg) + "</svg>"
 
 

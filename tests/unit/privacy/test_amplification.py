@@ -109,6 +109,18 @@ def test_never_more_than_against_those_who_know(event: object, relation: Relatio
     assert unseen([(Drawn(event, 100, 100), 100)], DELTA, relation) == known
 
 
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
+def test_a_drawn_unit_stands_in_anothers_place(event: object) -> None:
+    """Hidden may be less, but what the theorem counts is a replacement: 2Δ, by hand at each order."""
+    found = [unseen([(Drawn(event, 2, 100), 100)], DELTA, relation).epsilon for relation in Relation]
+    assert found[0] == found[1]
+    orders = np.arange(2.0, 65.0)
+    replaced = divergences(event, Relation.REPLACE_ONE, tuple(orders))
+    total = 100 * np.array([sampled(replaced[: i + 1], 0.02) for i in range(len(orders))])
+    bounds = total + np.log1p(-1 / orders) - (math.log(DELTA) + np.log(orders)) / (orders - 1)
+    assert found[0] == pytest.approx(bounds.min(), rel=1e-9)
+
+
 def test_gaussian_noise_with_the_relation_of_a_fixed_size() -> None:
     """Compared at replace-one with what is known for Gaussian noise: at least that."""
     special = spent([(FixedSizeGaussian(1000, 20, 4.0), 200)], DELTA)

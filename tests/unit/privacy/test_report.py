@@ -330,7 +330,8 @@ def test_the_curves_are_the_numbers(tmp_path: Path) -> None:
     marks = [(float(mark.attrib["y"]) - 4, float(mark.text or "")) for mark in tree.iter(f"{SVG}text")
              if mark.attrib.get("text-anchor") == "end" and "class" not in mark.attrib]  # fmt: skip
     (low, zero), (high, top) = marks[0], marks[-1]
-    assert zero == 0 and top >= found.claim.epsilon
+    assert zero == 0 and top >= found.claim.epsilon and 0 < high < low < 300
+    assert all(high <= height <= low for line in heights.values() for height in line)
     known, models_only = [each.epsilon for each in found.spent], [each.unseen for each in found.spent]
     for kind, values in (("one", known), ("two", models_only)):
         drawn = [(low - height) / (low - high) * top for height in heights[kind]]
