@@ -83,6 +83,7 @@ def test_nothing_imports_the_command_line() -> None:
     [
         "fedward_client.cli", "fedward_client.enrol", "fedward_client.guard", "fedward_server.service",
         "fedward_server.commands.server", "fedward_server.commands.run", "fedward_server.app",
+        "fedward_server.privacy_report",
     ],
 )  # fmt: skip
 def test_only_workers_pay_for_pytorch(module: str) -> None:

@@ -11,6 +11,9 @@ import typer
 
 from fedward_server.commands.run import CredentialOption
 
+_LABEL = len("privacy report")
+"""Columns of a label, as other commands have them."""
+
 
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a run's id, its beginning, or a simulated run's folder")],
@@ -30,7 +33,7 @@ def report(
     write_atomic(files.report, found["page"].encode(), mode=0o644)
     write_atomic(files.report_json, text.encode(), mode=0o644)
     _summarise(found["report"])
-    typer.echo(f"report        {files.report}\n              {files.report_json}")
+    typer.echo(f"{'report':<{_LABEL}} {files.report}\n{'':<{_LABEL}} {files.report_json}")
 
 
 def _of_server(run: str, credential: Path | None) -> dict[str, Any]:
@@ -53,27 +56,34 @@ def _simulated(folder: Path) -> dict[str, Any]:
 def _summarise(report: Mapping[str, Any]) -> None:
     from fedward_common.privacy.wording import percent
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     from fedward_server.live import clean
 
-    console = Console(highlight=False)
-
-    def line(label: str, text: str, style: str = "") -> None:
-        console.print(f"{label:<13} {clean(text)}", markup=False, style=style)
-
     known, unseen = report["claim"]["epsilon"], report["unseen"]["epsilon"]
     budget = "" if report["budget"] is None else f", budget {report['budget']:g}"
-    line("run", f"{report['name']}: {report['status'].replace('_', ' ')}, {report['rounds']} rounds", "bold")
-    line("ε", f"{_number(known)} by {report['unit']} at δ = {report['delta']:g}{budget}, {report['noise']}")
-    line("", f"{_number(unseen)} for those who see models and do not know who took part")
-    if unseen == known:
-        line("", report["sampling"])
+    lines = [
+        ("run", f"{report['name']}: {report['status'].replace('_', ' ')}, {report['rounds']} rounds"),
+        ("ε", f"{_number(known)} by {report['unit']} at δ = {report['delta']:g}{budget}"),
+        ("", f"{_number(unseen)} for those who see models and do not know who took part"),
+        ("noise", report["noise"]),
+        ("draw", report["sampling"]),
+    ]
     if report["lost"]:
-        line("attempts", f"{len(report['lost'])} gave no model and are counted")
+        lines.append(("attempts", f"{len(report['lost'])} gave no model and are counted"))
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    for label, text in lines:
+        facts.add_row(Text(label.ljust(_LABEL)), Text(clean(text)))
+    bounds = Table(box=None, pad_edge=False, header_style="dim")
+    for header in ("for", "right", "found", "against"):
+        bounds.add_column(header, no_wrap=header != "against")
     for person in report["persons"]:
-        right, true = percent(person["meaning"]["right"]), percent(person["meaning"]["found"])
-        line("means", f"for {person['who']}: the best test whether its data were used is right in at most {right} of")
-        line("", f"cases, and at 1 % false alarms finds at most {true}; against {person['whom']}")
+        meaning = person["meaning"]
+        row = (person["who"], percent(meaning["right"]), percent(meaning["found"]), person["whom"])
+        bounds.add_row(*(Text(clean(cell)) for cell in row))
+    lead = "The best test of whether data were used, at most: right guesses, and found at 1 % false alarms"
+    Console(highlight=False).print(facts, "", lead, bounds, "", sep="\n")
 
 
 def _number(value: float | None) -> str:
