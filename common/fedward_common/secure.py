@@ -208,9 +208,10 @@ class SecureParticipant(Participant):
 
     def _mask(self, request: Request) -> Reply:
         if self._due is not None:
-            # Before anything leaves: what crashes from here on has spent its budget.
-            due, self._due = self._due, None
-            self._accounts.write(due)
+            # Before anything leaves: what crashes from here on has spent its budget. Due until it is written: if that
+            # fails, it is not let through when the server asks again.
+            self._accounts.write(self._due)
+            self._due = None
         return self._answer(request, self._steps.mask(request))
 
     def _agree(self, request: Request) -> Reply:
