@@ -248,15 +248,16 @@ def sampled_releases(unit: str, folder: Path) -> list[Release]:
     return releases
 
 
-def sampled_canaries(unit: str) -> Canaries:
+def sampled_canaries(unit: str, scans: int = 1) -> Canaries:
     """One node's training, eight steps over half of the units. Each of 600 units is there or is not; its gradient is of
-    norm C in a direction of its own."""
+    norm C in a direction of its own. scans: how many records of a person there are whom the run takes for as many."""
     privacy = {"unit": unit, "sampling_rate": 0.5, "noise_multiplier": 6.0}
     run = config(privacy, local={"lr": 1.0, "steps": 8, "batch_size": 256})
     directions, included = _canaries(600)
     there = CLIP * directions[included]
     if unit == "patient":
         there = np.repeat(there, 2, axis=0)  # each record of a patient is as long as all of them may be together
+    there = np.repeat(there, scans, axis=0)
     runner = LocalRunner(run, Known(there[None]), "node", {})
     moved = runner.do(Work("train", 1, runner.do(Work("initial")).vectors)).vectors["delta"]
     cost = round_cost(run, LENGTH, NODES)
