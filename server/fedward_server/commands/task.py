@@ -167,7 +167,7 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
         line("ε", ", ".join(f"{epsilon:.3g} after round {r}" for r, epsilon in private.spent.items()) or "–")
         if options.mechanism == "distributed":
             nobody, most = (f"{100 * surplus:.0f} %" for surplus in private.surplus)
-            line("noise", f"its variance in a sum is {nobody} over what was asked for if nobody drops out, {most} at most "
+            line("noise", f"variance in a sum {nobody} over what was asked for if nobody drops out, {most} at most "
                           f"(noise_on_dropout = {options.noise_on_dropout!r})")  # fmt: skip
         for assumption in private.assumptions:
             line("", assumption)
