@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedward_common.algorithms.base import DELTA
 from fedward_common.errors import ConfigError
 from fedward_common.privacy import site
 from fedward_common.privacy.distributed import without_carries
@@ -203,7 +204,8 @@ def test_the_variance_of_the_noise_in_a_sum_for_every_number_of_survivors(corrup
         off = spare.unneeded(who, u)
         total = summed([vectors[i] for i in who], mechanism.bits)
         spare.take_off(total, [keys(n)[i] for i in sorted(off)])
-        noise = (found.mean(total, u, OF) * u - sum(updates[i] for i in who)) * mechanism.scale
+        mean = found.mean(total, u, OF).groups[DELTA]
+        noise = (mean * u - sum(updates[i] for i in who)) * mechanism.scale
         asked = mechanism.variance(mechanism.honest)
         assert np.var(noise) == pytest.approx(asked * (1 + found.surplus(u, len(off))), rel=close)
         known = sum(spare.own.variance + (i not in off) * spare.spare.variance for i in colluders)
@@ -291,9 +293,13 @@ def test_plan_says_how_much_stays_beyond_what_was_asked_for() -> None:
     assert told(**EXACT) == pytest.approx((10 / 8 - 1, 4 / 3 - 1))
 
 
-def test_central_noise_is_refused() -> None:
+def test_noise_that_is_never_too_much_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"noise_on_dropout = 'exact'.*mechanism = 'central'.*server adds all"):
         config("central", privacy=EXACT)
+    by_record = {"unit": "record", "mechanism": None, "sampling_rate": 0.1}
+    with pytest.raises(ConfigError, match=r"noise_on_dropout = 'exact'.*unit = 'record'.*for its own data"):
+        config(privacy={**EXACT, **by_record})
+    assert config(privacy=by_record).privacy is not None
 
 
 @pytest.fixture(autouse=True)
