@@ -220,10 +220,14 @@ class Server:
         minus: list[bytes] = []
         for dealer in sorted(self._sharers):
             if dealer in self._survivors:
-                minus.append(self_mask_key(self._seed(dealer), self.terms.digest))
+                seed = self._seed(dealer, self._recovered(dealer, SEED))
+                minus.append(self_mask_key(seed, self.terms.digest))
             else:
-                self._take_off(dealer, self._mask_key(dealer), plus, minus)
-        spare_keys = [spare_key(self._spare_seed(dealer), self.terms.digest) for dealer in sorted(self._unneeded)]
+                self._take_off(dealer, self._mask_key(dealer, self._recovered(dealer, MASK_KEY)), plus, minus)
+        spare_keys = [
+            spare_key(self._spare_seed(dealer, self._recovered(dealer, SPARE_SEED)), self.terms.digest)
+            for dealer in sorted(self._unneeded)
+        ]
         words = self._sum.total()
         add_keystreams(words, self.terms.bits, plus, minus)
         if self._spare is not None:
@@ -255,20 +259,18 @@ class Server:
         except shamir.ShamirError as error:
             raise Aborted(f"the shares that node {dealer} dealt make no secret: {error}") from error
 
-    def _seed(self, dealer: int) -> bytes:
-        seed = self._recovered(dealer, SEED)
+    def _seed(self, dealer: int, seed: bytes) -> bytes:
         if seed_commitment(seed, self.terms.digest) != self._dealers[dealer].dealt.seed_commitment:
             raise Aborted(f"the shares that node {dealer} dealt are not of the seed that it committed to.")
         return seed
 
-    def _spare_seed(self, dealer: int) -> bytes:
-        seed = self._recovered(dealer, SPARE_SEED)
+    def _spare_seed(self, dealer: int, seed: bytes) -> bytes:
         if spare_commitment(seed, self.terms.digest) != self._dealers[dealer].dealt.spare_commitment:
             raise Aborted(f"the shares that node {dealer} dealt are not of the spare seed that it committed to.")
         return seed
 
-    def _mask_key(self, dealer: int) -> X25519PrivateKey:
-        key = X25519PrivateKey.from_private_bytes(self._recovered(dealer, MASK_KEY))
+    def _mask_key(self, dealer: int, secret: bytes) -> X25519PrivateKey:
+        key = X25519PrivateKey.from_private_bytes(secret)
         if key.public_key().public_bytes_raw() != self.terms.advertisement(dealer).mask_key:
             raise Aborted(f"the shares that node {dealer} dealt are not of the mask key that it advertised.")
         return key
