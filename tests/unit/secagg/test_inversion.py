@@ -133,7 +133,7 @@ def private_mean(seed: int, found: list[Update], kind: str) -> Array:
     total = PackedSum(made.shape.length, BITS)
     for update in found:
         total.add(pack(made.words(site.flat(update), of), BITS))
-    return made.mean(total.total(), NODES, of)
+    return made.mean(total.total(), NODES, of).groups["delta"]
 
 
 @pytest.fixture(scope="module")
