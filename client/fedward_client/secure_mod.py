@@ -198,7 +198,7 @@ class _Node:
         model = digest({CONTENT: request.vectors[CONTENT]})
         shape, terms = told_terms(request, request.run, model, config="", roster="")
 
-        def words() -> Words:
+        def words(_: bytes) -> Words:
             result = kept if kept is not None else self._work(request)
             update = self._asked(shape, terms.n, result)
             if not shape.groups and result.form.lengths:

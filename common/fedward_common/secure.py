@@ -203,7 +203,9 @@ class SecureParticipant(Participant):
         self._accounts.confirm(request.settings.get(LEDGER_HEAD))
         broadcast = {name: vector for name, vector in request.vectors.items() if name not in _TOLD}
         shape, terms = self._terms(request, broadcast)
-        dealt = self._steps.start(terms, self._guarantees(terms.n), lambda: self._made(request, shape, broadcast))
+        dealt = self._steps.start(
+            terms, self._guarantees(terms.n, request), lambda key: self._made(request, shape, broadcast, key)
+        )
         return self._answer(request, dealt)
 
     def _mask(self, request: Request) -> Reply:
@@ -227,7 +229,7 @@ class SecureParticipant(Participant):
     def _answer(self, request: Request, vectors: Blobs) -> Reply:
         return Reply(request.purpose, request.run, vectors=vectors)
 
-    def _made(self, request: Request, shape: Shape, broadcast: Vectors) -> Words:
+    def _made(self, request: Request, shape: Shape, broadcast: Vectors, spare_key: bytes) -> Words:
         """This node's vector, once for each purpose of an attempt at a round."""
         self._check_new(request)
         try:
@@ -235,8 +237,10 @@ class SecureParticipant(Participant):
                 return self._words(request, shape, broadcast)
             release = self._release(request, shape.capacity)
             self._accounts.check(release)
-            by_site = self.config.privacy.unit == "site"
-            words = (self._words_by_site if by_site else self._words)(request, shape, broadcast)
+            if self.config.privacy.unit == "site":
+                words = self._words_by_site(request, shape, broadcast, spare_key)
+            else:
+                words = self._words(request, shape, broadcast)
             self._due = release
             return words
         except Refused as refused:
@@ -267,11 +271,12 @@ class SecureParticipant(Participant):
             metrics |= {TRAIN + name: value for name, value in update.metrics.items()}
         return laid_out(shape, Update(groups, weight, metrics))
 
-    def _words_by_site(self, request: Request, shape: Shape, broadcast: Vectors) -> Words:
+    def _words_by_site(self, request: Request, shape: Shape, broadcast: Vectors, spare_key: bytes) -> Words:
         made = self._mechanism(shape.capacity, request)
         update, _ = self._trained(request, broadcast)
         try:
-            return made.words(site.flat(update), site.Stamped(self._run, request.round, request.attempt))
+            of = site.Stamped(self._run, request.round, request.attempt)
+            return made.words(site.flat(update), of, spare_key)
         except UpdateError as error:
             raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
 
@@ -354,10 +359,12 @@ class SecureParticipant(Participant):
             return WEIGHING
         return schema(trains, _evaluates(shape) or not trains, self._known().metric_names)
 
-    def _guarantees(self, n: int) -> Guarantees:
+    def _guarantees(self, n: int, request: Request) -> Guarantees:
         with refusing():
             parameters = self.config.secure_sum.parameters(n)
-        return Guarantees(parameters, self._standing.least, self._standing.roster().identities.get)
+        options = self.config.privacy
+        spare = self._mechanism(n, request).spare if options is not None and options.unit == "site" else None
+        return Guarantees(parameters, self._standing.least, self._standing.roster().identities.get, spare)
 
 
 def _evaluates(shape: Shape) -> bool:

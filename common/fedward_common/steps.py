@@ -102,12 +102,13 @@ class Steps:
         """A new key advertisement."""
         return {ADVERTISEMENT: blob(self._keyring.advertise().to_bytes())}
 
-    def start(self, terms: Terms, guarantees: Guarantees, words: Callable[[], Words]) -> Blobs:
-        """Deal shares; `words` makes this node's vector, once the terms have passed all checks."""
+    def start(self, terms: Terms, guarantees: Guarantees, words: Callable[[bytes], Words]) -> Blobs:
+        """Deal shares; `words` makes this node's vector, once the terms have passed all checks, with its spare part (if
+        `guarantees` ask for one) from the key that it is given."""
         self.abandon()
         with refusing():
             client = Client(terms, self._node, self._keyring, self._identity, guarantees)
-        made = words()
+        made = words(client.spare_key)
         with refusing():
             dealt = client.deal()
         self._round = _Round(client, made, time.monotonic())
@@ -116,7 +117,7 @@ class Steps:
     def mask(self, request: Request) -> Blobs:
         """The masked vector."""
         now = self._under_way(request)
-        size = delivered_size(now.client.terms.parameters)
+        size = delivered_size(now.client.terms.parameters, now.client.secrets)
         delivery = Delivery(
             bytes_of(request, SHARERS), parsed(entries_from_bytes, bytes_of(request, SEALED_SHARES), size)
         )
@@ -206,7 +207,7 @@ class Steps:
             words = np.frombuffer(told["words"], "<u4").astype(np.uint32) if "words" in told else None
             steps._round = _Round(client, words, time.monotonic())
             if MASKED in told:
-                size = delivered_size(client.terms.parameters)
+                size = delivered_size(client.terms.parameters, client.secrets)
                 delivery = Delivery(told[SHARERS], entries_from_bytes(told[SEALED_SHARES], size))
                 steps._round.masked = (delivery, blob(told[MASKED]))
         return steps

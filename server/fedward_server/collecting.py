@@ -23,6 +23,7 @@ from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.ranges import Scales
 from fedward_common.roster import Roster
 from fedward_common.secagg.graph import NoProtection
+from fedward_common.secagg.spare import Spare
 from fedward_common.secure import CLIP, EVALUATE, TRAIN, WEIGHING, schema
 from fedward_common.summand import CLIPPED, Shape, Words, decode
 from fedward_common.update import Kind, Layout, Update
@@ -235,9 +236,10 @@ class SecureCollector:
         note: Note,
         spend: Spend = lambda n: None,
         read: Read = decode,
+        spare: Callable[[int], Spare | None] = lambda n: None,
     ) -> Summed:
         try:
-            return self.secure.sum(requests, shape, seconds, quorum, others, note, read, spend)
+            return self.secure.sum(requests, shape, seconds, quorum, others, note, read, spend, spare)
         except SumFailed as error:
             raise RoundFailed(str(error), error.failures) from error
 
@@ -375,8 +377,13 @@ class SiteCollector(PrivateCollector):
         def shape(n: int) -> Shape:
             return made(n).shape
 
-        done = self._sum(requests, shape, self.config.cohort.deadline, quorum, others, note, spend, read)
+        def spare(n: int) -> Spare | None:
+            return made(n).spare
+
+        done = self._sum(requests, shape, self.config.cohort.deadline, quorum, others, note, spend, read, spare)
         told = {"secure_sum": done.told, **self._told(done)}
+        for_cohort, off = made(int(done.told["cohort"])), int(done.told["spare_parts_off"])
+        told["privacy"] = {**told["privacy"], "surplus": for_cohort.surplus(len(done.survivors), off)}
         mean, scales = replace(done.mean, metrics={}), None
         if options.clip_quantile is not None:
             within = done.mean.metrics[site.WITHIN]

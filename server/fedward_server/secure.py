@@ -20,17 +20,17 @@ from fedward_common.secagg.cells import Words
 from fedward_common.secagg.graph import NoProtection, Parameters
 from fedward_common.secagg.keys import Advertisement, AdvertisementError, Identities
 from fedward_common.secagg.messages import (
-    SHARE,
     Dealt,
     Delivery,
     MessageError,
     Unmasking,
     advertisements_to_bytes,
-    entries_from_bytes,
     entries_to_bytes,
+    revealed_from_bytes,
 )
 from fedward_common.secagg.packing import PackingError, packed_size
 from fedward_common.secagg.server import Aborted, Rejected, Server
+from fedward_common.secagg.spare import Spare
 from fedward_common.secagg.terms import Terms
 from fedward_common.secure import config_digest
 from fedward_common.steps import (
@@ -183,15 +183,16 @@ class SecureSum:
         note: Note = lambda name, reply: None,
         read: Read = decode,
         before: Callable[[int], None] = lambda cohort: None,
+        spare_for: Callable[[int], Spare | None] = lambda cohort: None,
     ) -> Summed:
         """Have the named nodes answer `requests` (TRAIN or EVALUATE), and sum what they hold.
 
         shape_for: the form of their vectors for a cohort of that size. seconds: for the work itself. needed: fewest
         survivors that will do. others, note: as in `Gathering.run`. read: the sum. before: called with the cohort's
-        size when all is there to unmask the sum, and nothing has been revealed. Raises `SumFailed`, and what `before`
-        raises.
+        size when all is there to unmask the sum, and nothing has been revealed. spare_for: what comes off the sum of a
+        cohort of that size. Raises `SumFailed`, and what `before` raises.
         """
-        return _Sum(self, requests, seconds, needed, others or {}, note).run(shape_for, read, before)
+        return _Sum(self, requests, seconds, needed, others or {}, note).run(shape_for, read, before, spare_for)
 
 
 class _Sum:
@@ -219,9 +220,15 @@ class _Sum:
         self._names: list[str] = []
         """The cohort in the order of its indices; index i is self._names[i - 1]."""
 
-    def run(self, shape_for: Callable[[int], Shape], read: Read, before: Callable[[int], None]) -> Summed:
+    def run(
+        self,
+        shape_for: Callable[[int], Shape],
+        read: Read,
+        before: Callable[[int], None],
+        spare_for: Callable[[int], Spare | None],
+    ) -> Summed:
         try:
-            server, shape = self._start(shape_for)
+            server, shape = self._start(shape_for, spare_for)
             self._deal(server)
             self._mask(server, server.close_dealing())
             self._agree(server, server.close_masking())
@@ -240,6 +247,7 @@ class _Sum:
             "drop_outs_survived": parameters.n - parameters.survivors,
             "colluders_survived": parameters.colluders,
             "exchanges": len(self._stages),
+            "spare_parts_off": len(server.unneeded),
         }
         survivors = sorted(map(self._name, server.survivors))
         late = {name: str(failure) for name, failure in sorted(self._failures.items()) if name in survivors}
@@ -250,7 +258,9 @@ class _Sum:
 
     # --- the stages
 
-    def _start(self, shape_for: Callable[[int], Shape]) -> tuple[Server, Shape]:
+    def _start(
+        self, shape_for: Callable[[int], Shape], spare_for: Callable[[int], Spare | None]
+    ) -> tuple[Server, Shape]:
         self._collect_advertisements()
         taken = {name: self._secure._advertised.pop(name) for name in self._requests if name not in self._failures}
         self._names = sorted(taken, key=lambda name: taken[name].node)
@@ -274,7 +284,7 @@ class _Sum:
             parameters=parameters,
             advertisements=tuple(taken[name] for name in self._names),
         )
-        return Server(terms, rules.identities), shape
+        return Server(terms, rules.identities, spare_for(n)), shape
 
     def _collect_advertisements(self) -> None:
         missing = [name for name in self._requests if name not in self._secure._advertised]
@@ -307,7 +317,7 @@ class _Sum:
         floor = _TRAINING if training else _QUICK
         for name, reply in self._exchange("start", requests, self._needed, floor, self._seconds, self._others):
             with self._taking(name):
-                server.deal(self._index(name), Dealt.from_bytes(_bytes(reply, DEALT)))
+                server.deal(self._index(name), Dealt.from_bytes(_bytes(reply, DEALT), server.secrets))
         self._silent(requests, server.dealers, "start")
 
     def _mask(self, server: Server, deliveries: Mapping[int, Delivery]) -> None:
@@ -360,7 +370,8 @@ class _Sum:
         requests = {self._name(index): ask for index in sorted(server.signers)}
         for name, reply in self._exchange("unmask", requests, len(requests)):
             with self._taking(name):
-                server.revealed(self._index(name), entries_from_bytes(_bytes(reply, REVEALED), SHARE))
+                shares = revealed_from_bytes(_bytes(reply, REVEALED), lambda dealer: len(server.due(dealer)))
+                server.revealed(self._index(name), shares)
 
     # --- helpers
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from fedward_common.errors import ConfigError, UpdateError
 from fedward_common.privacy.clip import check_clip, clip
-from fedward_common.privacy.noise import LARGEST_VARIANCE, SMALLEST_VARIANCE, Law, Noise, Skellam
+from fedward_common.privacy.noise import LARGEST_VARIANCE, SMALLEST_VARIANCE, Law, Noise, Skellam, Whole
 from fedward_common.privacy.rotation import padded_length, rotate, rotate_back
 from fedward_common.secagg.cells import Words, cells_of, gather, scatter
 from fedward_common.secagg.masks import Keystream
@@ -93,18 +93,20 @@ class Mechanism:
         """How far the noise of `honest` nodes can be from its law, in total variation: see `Noise.truncation`."""
         return Noise.truncation(honest * self.padded)
 
-    def encode(self, vector: Vector, rotation_seed: bytes) -> Words:
+    def encode(self, vector: Vector, rotation_seed: bytes, noise: Whole | None = None) -> Words:
         """`vector`, clipped, rotated, rounded and under this node's part of the noise: uint32, shape (`padded`,).
 
         vector: d finite numbers, float32 or float64; one number may also have shape (). rotation_seed: the round's
-        (`rotation.rotation_seed`). Rounding and noise take fresh randomness each time: a node that encodes one vector
-        twice has released it twice. Never to be seen unmasked. Raises `UpdateError`.
+        (`rotation.rotation_seed`). noise: this node's, drawn for this vector alone, where it is made of parts
+        (`spare`); else it is drawn here. Rounding and noise take fresh randomness each time: a node that encodes one
+        vector twice has released it twice. Never to be seen unmasked. Raises `UpdateError`.
         """
         if vector.size != self.dimension:
             raise UpdateError(f"the update has {vector.size} coordinates, the round's mechanism {self.dimension}")
         clipped, _ = clip({"update": vector.reshape(-1)}, self.clip)
         words = self._rounded(rotate(clipped["update"], rotation_seed))
-        words += Noise.of(self.law).draw(self.padded).view(np.uint32)
+        noise = Noise.of(self.law).draw(self.padded) if noise is None else noise
+        words += noise.view(np.uint32)
         words += np.uint32(self.modulus >> 1)
         words &= np.uint32(self.modulus - 1)
         return words

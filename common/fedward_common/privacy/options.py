@@ -53,6 +53,11 @@ class PrivacyOptions(BaseModel):
         default=None, gt=0, description="the run ends before the round that would cross it; default target_epsilon"
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="δ")
+    noise_on_dropout: Literal["surplus", "exact"] = Field(
+        default="surplus",
+        description="noise of nodes beyond the fewest that may be left: it stays, or it is taken off the sum again "
+        "(distributed only)",
+    )
 
     @model_validator(mode="after")
     def _of_the_unit(self) -> PrivacyOptions:
@@ -96,6 +101,18 @@ class PrivacyOptions(BaseModel):
             raise ValueError(
                 f"privacy.noise_multiplier = {self.noise_multiplier} and privacy.target_epsilon = "
                 f"{self.target_epsilon}: give one of the two; the other follows from it."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_that_drops_out(self) -> PrivacyOptions:
+        if self.noise_on_dropout == "exact" and self.mechanism != "distributed":
+            with_ = f"unit = {self.unit!r}, where each node's noise is for its own data"
+            if self.mechanism is not None:
+                with_ = f"mechanism = {self.mechanism!r}, where the server adds all of the noise"
+            raise ValueError(
+                f"privacy.noise_on_dropout = 'exact' with {with_}, whoever drops out: none of it is too much. Remove "
+                "noise_on_dropout, or use unit = 'site' and mechanism = 'distributed'."
             )
         return self
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from fedward_common.algorithms.base import DELTA
 from fedward_common.config import RunConfig
@@ -21,6 +21,7 @@ from fedward_common.privacy.clip import LARGEST_CLIP, SMALLEST_CLIP, clip
 from fedward_common.privacy.events import DiscreteGaussian, Event, Skellam
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.privacy.rotation import padded_length, rotation_seed
+from fedward_common.privacy.spare import SpareNoise, split
 from fedward_common.secagg.graph import MIN_COHORT
 from fedward_common.secagg.masks import Keystream
 from fedward_common.summand import WEIGHT, Group, Shape, Words, decode
@@ -60,20 +61,30 @@ class SiteMechanism(Protocol):
     def event(self) -> Event:
         """What the round costs a site."""
 
-    def words(self, update: Vector, of: Stamped) -> Words:
-        """A node's summand: `update` clipped, and noised if that is the node's part. Raises `UpdateError`."""
+    @property
+    def spare(self) -> SpareNoise | None:
+        """The part of nodes' noise that comes off the sum again, if there is one."""
+
+    def words(self, update: Vector, of: Stamped, spare_key: bytes = b"") -> Words:
+        """A node's summand: `update` clipped, and noised if that is the node's part. spare_key: of its spare noise, if
+        there is some. Raises `UpdateError`."""
 
     def mean(self, total: Words, count: int, of: Stamped) -> Update:
         """The noisy mean of `count` updates, float64, from the sum of their words; `WITHIN` among its metrics if the
         clip adapts."""
 
+    def surplus(self, count: int, taken_off: int) -> float:
+        """How much more variance than was asked for is in a sum of `count` summands, of which so many lost their spare
+        noise: 0.25 is a quarter more."""
+
 
 @dataclass(frozen=True)
 class Distributed:
     """Each node adds its share of the noise before it masks: `distributed.Mechanism`. The noise that `honest` nodes
-    bring is what is asked for; what the others bring comes on top of it."""
+    bring is what is asked for; what the others bring comes on top of it, unless it is spare and comes off."""
 
     mechanism: distributed.Mechanism
+    spare: SpareNoise | None = None
 
     @property
     def shape(self) -> Shape:
@@ -81,13 +92,16 @@ class Distributed:
 
     @property
     def event(self) -> Event:
-        made = self.mechanism
-        return Skellam(made.l2, made.l1, made.variance(made.honest), made.truncation(made.honest))
+        made, spare = self.mechanism, self.spare
+        if spare is None:
+            return Skellam(made.l2, made.l1, made.variance(made.honest), made.truncation(made.honest))
+        return Skellam(made.l2, made.l1, spare.variance, made.truncation(spare.draws))
 
-    def words(self, update: Vector, of: Stamped) -> Words:
+    def words(self, update: Vector, of: Stamped, spare_key: bytes = b"") -> Words:
         shape = self.shape
         words = shape.blank(dict.fromkeys(shape.scalars, 0.0) | {WEIGHT: 1.0})
-        words[shape.noised_at :] = self.mechanism.encode(update, of.rotation)
+        drawn = None if self.spare is None else self.spare.draw(spare_key)
+        words[shape.noised_at :] = self.mechanism.encode(update, of.rotation, drawn)
         return words
 
     def mean(self, total: Words, count: int, of: Stamped) -> Update:
@@ -96,6 +110,11 @@ class Distributed:
         words = distributed.without_carries(total, shape.bits, count, shape.noised_at)
         mean = self.mechanism.decode(words[shape.noised_at :], count, of.rotation) / count
         return Update({DELTA: mean}, float(count), {})
+
+    def surplus(self, count: int, taken_off: int) -> float:
+        made, spare = self.mechanism, self.spare
+        left = made.variance(count) if spare is None else spare.left(count, taken_off)
+        return left / made.variance(made.honest) - 1
 
 
 @dataclass(frozen=True)
@@ -116,6 +135,7 @@ class Central:
     bound: float
     spread: float
     counts: bool = False
+    spare: ClassVar[None] = None
 
     @property
     def shape(self) -> Shape:
@@ -141,7 +161,7 @@ class Central:
             released, l2 = self.length + 1, l2 * math.sqrt(1 + share)
         return DiscreteGaussian(l2, math.sqrt(self._law.variance), 1, released, noise.Noise.truncation(released))
 
-    def words(self, update: Vector, of: Stamped) -> Words:
+    def words(self, update: Vector, of: Stamped, spare_key: bytes = b"") -> Words:
         clipped, was_over = clip({DELTA: update.reshape(-1)}, self.bound)
         scalars = dict.fromkeys(self.shape.scalars[1:], 0.0)
         if self.counts:
@@ -157,6 +177,9 @@ class Central:
             drawn = noise.Noise.of(self._count_law).draw(1)
             metrics[WITHIN] = (found.metrics[WITHIN] + float(drawn[0]) / _COUNT_GRID) / count
         return Update({DELTA: mean}, float(count), metrics)
+
+    def surplus(self, count: int, taken_off: int) -> float:
+        return 0.0
 
     @property
     def _law(self) -> noise.DiscreteGaussian:
@@ -246,7 +269,9 @@ def _made(config: RunConfig, options: PrivacyOptions, length: int, n: int, z: fl
     made = distributed.plan(
         dimension=length, bits=bits, summands=n, honest=honest, clip=options.clip, noise_multiplier=z
     )
-    return Distributed(made)
+    if options.noise_on_dropout == "surplus":
+        return Distributed(made)
+    return Distributed(made, split(made, parameters, Distributed(made).shape.noised_at))
 
 
 def flat(update: Update) -> Vector:

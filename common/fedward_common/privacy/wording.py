@@ -126,6 +126,8 @@ def _distributed(config: RunConfig, colluders: int) -> tuple[Recipient, ...]:
         "In each round one sum of all updates, with the noise in it. Updates arrive under masks that cancel only in "
         "the sum: no single update, weight, loss or metric."
     )
+    if config.privacy is not None and config.privacy.noise_on_dropout == "exact":
+        sees += " And the spare part of some sites' noise, which it took off the sum; what is left is what ε counts."
     siding = f"also with up to {colluders} of a round's sites on its side" if colluders else "if no site sides with it"
     lying = (
         f"ε holds, {siding}. Before a sum is unmasked, sites agree by signatures on who is in it, so that every sum it "

@@ -13,12 +13,14 @@ are the cells' top ones: nothing is carried out of them, so that they may be lef
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.uint32]
 Cells = npt.NDArray[np.uint64]
+_Numbers = npt.NDArray[np.integer[Any]]
 
 CELL_BITS = 64
 
@@ -33,8 +35,9 @@ def cells_of(length: int, bits: int) -> int:
     return -(-length // words_a_cell(bits))
 
 
-def gather(words: Words, bits: int, start: int, stop: int) -> Cells:
-    """Cells `start` to `stop` of `words`. What a word has beyond `bits` bits is carried into the next of its cell."""
+def gather(words: _Numbers, bits: int, start: int, stop: int) -> Cells:
+    """Cells `start` to `stop` of `words`. What a word has beyond `bits` bits is carried into the next of its cell, and
+    borrowed from it for a negative one."""
     cells = np.zeros(stop - start, np.uint64)
     for shift, part in _columns(words, bits, start, stop):
         column = part.astype(np.uint64)
@@ -52,7 +55,7 @@ def scatter(cells: Cells, words: Words, bits: int, start: int) -> None:
         part[:] = column
 
 
-def _columns(words: Words, bits: int, start: int, stop: int) -> Iterator[tuple[np.uint64, Words]]:
+def _columns(words: _Numbers, bits: int, start: int, stop: int) -> Iterator[tuple[np.uint64, _Numbers]]:
     """Of each word of a cell: how far up it stands, and the part of `words` from which these cells take it."""
     count = cells_of(len(words), bits)
     for place in range(words_a_cell(bits)):

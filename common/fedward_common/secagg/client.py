@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -29,11 +29,12 @@ from fedward_common.secagg.keys import (
     SealKey,
     mask_key,
     self_mask_key,
+    spare_key,
 )
 from fedward_common.secagg.masks import add_keystreams
 from fedward_common.secagg.messages import (
     DIGEST,
-    SEALED,
+    SECRETS,
     SHARE,
     Dealt,
     Delivery,
@@ -42,8 +43,14 @@ from fedward_common.secagg.messages import (
     indices_from_bytes,
     indices_to_bytes,
     members_from_bytes,
+    pieces,
+    sealed_size,
 )
+from fedward_common.secagg.spare import Spare
 from fedward_common.secagg.terms import Terms, survivors_statement
+
+SEED, MASK_KEY, SPARE_SEED = range(3)
+"""The secrets that a node shares, in the order of their shares and commitments."""
 
 
 class Refusal(FedwardError):
@@ -64,12 +71,13 @@ class Guarantees:
 
     parameters: what the rules give for the cohort's size. least: fewest nodes in a sum, its own policy's.
     identities: the roster's keys; None where nodes have no enrolled identity (then nobody can tell who is who, and
-    only an honest server is safe).
+    only an honest server is safe). spare: the part of each vector that can be taken off the sum, if there is one.
     """
 
     parameters: Parameters
     least: int
     identities: Identities | None
+    spare: Spare | None = None
 
 
 class Client:
@@ -99,11 +107,12 @@ class Client:
             raise Refusal("this node's advertisement was used already, or is not its own.")
         self._keys: KeyPairs | None = keys
         self._seed = os.urandom(32)
+        self._spare_seed = b"" if guarantees.spare is None else os.urandom(32)
         self._stage = _Stage.NEW
         self._holders: tuple[int, ...] = ()
         self._seals: dict[int, SealKey] = {}
-        self._own_shares: tuple[bytes, bytes] | None = None
-        self._held: dict[int, tuple[bytes, bytes]] = {}
+        self._own_shares: tuple[bytes, ...] | None = None
+        self._held: dict[int, tuple[bytes, ...]] = {}
         self._drew: dict[int, frozenset[int]] = {}
         self._sharers: frozenset[int] = frozenset()
         self._sharers_bytes = b""
@@ -147,8 +156,19 @@ class Client:
 
     # --- the four steps
 
+    @property
+    def secrets(self) -> int:
+        """How many secrets each node of the round shares."""
+        return SECRETS + (self._guarantees.spare is not None)
+
+    @property
+    def spare_key(self) -> bytes:
+        """The key that this node's spare part is to be drawn from; b"" where vectors have none."""
+        return spare_key(self._spare_seed, self.terms.digest) if self._spare_seed else b""
+
     def deal(self) -> Dealt:
-        """Draw holders, and seal for each a share of the self-mask's seed and one of the mask key."""
+        """Draw holders, and seal for each a share of every secret: the self-mask's seed, the mask key, the seed of the
+        spare part if there is one."""
         keys = self._turn(_Stage.NEW, "dealing shares")
         self._stage = _Stage.DEALT
         parameters, context = self.terms.parameters, self.terms.digest
@@ -156,18 +176,22 @@ class Client:
         drew = drawn_digest(listed_partners(parameters, self._holders), context)
         # On a complete graph a node holds a share of its own secrets too: the threshold counts it.
         places = (*self._holders, self.index) if parameters.complete else self._holders
-        seeds = shamir.split(self._seed, places, parameters.threshold)
-        mask_keys = shamir.split(keys.mask.private_bytes_raw(), places, parameters.threshold)
-        sealed = {}
-        for holder, seed, key in zip(self._holders, seeds, mask_keys, strict=False):
-            sealed[holder] = self._seal(keys, holder).seal(seed + key + drew, self.index, holder)
-        if parameters.complete:
-            self._own_shares = (seeds[-1], mask_keys[-1])
-        commitments = {
-            place: (shamir.commitment(seed, place, context), shamir.commitment(key, place, context))
-            for place, seed, key in zip(places, seeds, mask_keys, strict=True)
+        secrets = [self._seed, keys.mask.private_bytes_raw()]
+        if self._spare_seed:
+            secrets.append(self._spare_seed)
+        split = [shamir.split(secret, places, parameters.threshold) for secret in secrets]
+        shares = dict(zip(places, zip(*split, strict=True), strict=True))
+        sealed = {
+            holder: self._seal(keys, holder).seal(b"".join(shares[holder]) + drew, self.index, holder)
+            for holder in self._holders
         }
-        return Dealt(sealed, commitments, seed_commitment(self._seed, context))
+        self._own_shares = shares.get(self.index)
+        commitments = {
+            place: tuple(shamir.commitment(share, place, context) for share in of_place)
+            for place, of_place in shares.items()
+        }
+        spare = spare_commitment(self._spare_seed, context) if self._spare_seed else b""
+        return Dealt(sealed, commitments, seed_commitment(self._seed, context), spare)
 
     def mask(self, delivery: Delivery, words: Words) -> None:
         """Add all masks to `words` (uint32, below 2^bits), in place."""
@@ -205,7 +229,8 @@ class Client:
         return self._sign(survivors)
 
     def unmask(self, request: Unmasking) -> dict[int, bytes]:
-        """Dealer -> this node's share: of the seed of a survivor, of the mask key of one that dropped out.
+        """Dealer -> this node's share: of the seed of a survivor, of the mask key of one that dropped out. Behind that
+        of a survivor whose spare part comes off, the share of that part's seed.
 
         Whatever the outcome, this was the round's only chance: the secrets are gone afterwards.
         """
@@ -217,8 +242,11 @@ class Client:
             self._check_signed_set(request.survivors)
             self._check_kept(survivors)
             self._check_signatures(request, survivors)
+            spare = self._guarantees.spare
+            unneeded = frozenset[int]() if spare is None else spare.unneeded(survivors, len(request.signatures))
             return {
-                dealer: seed if dealer in survivors else key for dealer, (seed, key) in sorted(self._held.items())
+                dealer: b"".join(shares[which] for which in due(dealer, survivors, unneeded))
+                for dealer, shares in sorted(self._held.items())
             }
         finally:
             self.wipe()
@@ -228,6 +256,7 @@ class Client:
         self._stage = _Stage.OVER
         self._keys = None
         self._seed = b""
+        self._spare_seed = b""
         self._own_shares = None
         self._held = {}
         self._seals = {}
@@ -248,8 +277,9 @@ class Client:
             "seed": self._seed.hex(),
             "stage": int(self._stage),
             "holders": self._holders,
-            "own": _hex_pair(self._own_shares) if self._own_shares is not None else None,
-            "held": {str(dealer): _hex_pair(shares) for dealer, shares in self._held.items()},
+            "spare_seed": self._spare_seed.hex(),
+            "own": _hex(self._own_shares) if self._own_shares is not None else None,
+            "held": {str(dealer): _hex(shares) for dealer, shares in self._held.items()},
             "drew": {str(dealer): sorted(drawn) for dealer, drawn in self._drew.items()},
             "sharers": self._sharers_bytes.hex(),
             "survivors": self._survivors_bytes.hex(),
@@ -266,10 +296,11 @@ class Client:
         keyring.put(keys)
         client = cls(terms, node, keyring, identity, guarantees)
         client._seed = bytes.fromhex(told["seed"])
+        client._spare_seed = bytes.fromhex(told["spare_seed"])
         client._stage = _Stage(told["stage"])
         client._holders = tuple(told["holders"])
-        client._own_shares = _from_hex_pair(told["own"]) if told["own"] is not None else None
-        client._held = {int(dealer): _from_hex_pair(shares) for dealer, shares in told["held"].items()}
+        client._own_shares = _from_hex(told["own"]) if told["own"] is not None else None
+        client._held = {int(dealer): _from_hex(shares) for dealer, shares in told["held"].items()}
         client._drew = {int(dealer): frozenset(drawn) for dealer, drawn in told["drew"].items()}
         client._sharers_bytes = bytes.fromhex(told["sharers"])
         if client._sharers_bytes:
@@ -319,10 +350,12 @@ class Client:
     def _check_signatures(self, request: Unmasking, survivors: frozenset[int]) -> None:
         """As many survivors must have signed the set as it must have members. A quorum would make it the only set; but
         a member that did not sign may be one that the server made up from keys of an earlier round, whose secrets were
-        revealed there, and then nobody's vector stands for it in the sum."""
+        revealed there, and then nobody's vector stands for it in the sum. Where spare parts come off by the number of
+        signatures, all of them must be right."""
         if self._guarantees.identities is None:
             return
         statement = survivors_statement(self.terms, self._sharers_bytes, request.survivors)
+        looked_at = self._looked_at(request)
         valid = 0
         for signer, signature in request.signatures.items():
             if signer not in survivors:
@@ -332,9 +365,14 @@ class Client:
             except InvalidSignature as error:
                 raise Refusal(f"the survivors' signature of node {signer} is wrong.") from error
             valid += 1
-            if valid == self._fewest():
-                return
-        raise Refusal(f"{valid} survivors signed this set, {self._fewest()} must have.")
+            if valid == looked_at:
+                break
+        if valid < self._fewest():
+            raise Refusal(f"{valid} survivors signed this set, {self._fewest()} must have.")
+
+    def _looked_at(self, request: Unmasking) -> int:
+        """How many of the signatures are verified, at most."""
+        return self._fewest() if self._guarantees.spare is None else len(request.signatures)
 
     def _fewest(self) -> int:
         return max(self._guarantees.least, self.terms.parameters.survivors)
@@ -356,15 +394,16 @@ class Client:
         with _refusing():
             return mask_key(keys.mask, self.terms.advertisement(other).mask_key, self.terms.digest, pair)
 
-    def _opened(self, keys: KeyPairs, dealer: int, data: bytes) -> tuple[tuple[bytes, bytes], frozenset[int]]:
-        """The dealer's two shares for this node, and the mask partners that it drew (none on a complete graph)."""
-        sealed, listed = data[:SEALED], data[SEALED:]
+    def _opened(self, keys: KeyPairs, dealer: int, data: bytes) -> tuple[tuple[bytes, ...], frozenset[int]]:
+        """The dealer's shares for this node, and the mask partners that it drew (none on a complete graph)."""
+        size, end = sealed_size(self.secrets), self.secrets * SHARE
+        sealed, listed = data[:size], data[size:]
         with _refusing():
             plain = self._seal(keys, dealer).open(sealed, dealer, self.index)
             drew = frozenset(indices_from_bytes(listed))
-        if plain[2 * SHARE :] != drawn_digest(listed, self.terms.digest):
+        if plain[end:] != drawn_digest(listed, self.terms.digest):
             raise Refusal(f"the mask partners of node {dealer} are not those that it drew.")
-        return (plain[:SHARE], plain[SHARE : 2 * SHARE]), drew
+        return pieces(plain[:end], SHARE), drew
 
     def _sign(self, survivors: bytes) -> bytes:
         if self._identity is None:
@@ -395,9 +434,21 @@ def seed_commitment(seed: bytes, context: bytes) -> bytes:
     return hashlib.sha256(b"fedward secagg seed" + context + seed).digest()[:16]
 
 
-def _hex_pair(pair: tuple[bytes, bytes]) -> tuple[str, str]:
-    return pair[0].hex(), pair[1].hex()
+def spare_commitment(seed: bytes, context: bytes) -> bytes:
+    """Commitment to a spare part's seed, in the same way."""
+    return hashlib.sha256(b"fedward secagg spare seed" + context + seed).digest()[:16]
 
 
-def _from_hex_pair(pair: list[str]) -> tuple[bytes, bytes]:
-    return bytes.fromhex(pair[0]), bytes.fromhex(pair[1])
+def due(dealer: int, survivors: Collection[int], unneeded: Collection[int]) -> tuple[int, ...]:
+    """Which of a dealer's secrets are revealed, in their order."""
+    if dealer not in survivors:
+        return (MASK_KEY,)
+    return (SEED, SPARE_SEED) if dealer in unneeded else (SEED,)
+
+
+def _hex(shares: tuple[bytes, ...]) -> list[str]:
+    return [share.hex() for share in shares]
+
+
+def _from_hex(shares: list[str]) -> tuple[bytes, ...]:
+    return tuple(map(bytes.fromhex, shares))

@@ -162,6 +162,11 @@ def self_mask_key(seed: bytes, context: bytes) -> bytes:
     return _derive(seed, context, b"fedward secagg self", KEY_BYTES)
 
 
+def spare_key(seed: bytes, context: bytes) -> bytes:
+    """The key of the stream that a node's spare part is drawn from (`secagg.spare`), from its 32-byte seed."""
+    return _derive(seed, context, b"fedward secagg spare", KEY_BYTES)
+
+
 class SealKey:
     """Seals what two nodes say to each other in one round, one message each way."""
 

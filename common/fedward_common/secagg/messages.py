@@ -6,7 +6,7 @@ Nodes are named by index, 1 … n, their place in the round's sorted advertiseme
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,17 @@ from fedward_common.secagg.keys import Advertisement
 SHARE = 33
 COMMITMENT = 16
 DIGEST = 16
-SEALED = 2 * SHARE + DIGEST + 16
-"""Two shares and the digest of the dealer's mask partners, sealed."""
+SECRETS = 2
+"""That a node shares: the seed of its self-mask, its mask key. With a spare part (`secagg.spare`), a third."""
 SIGNATURE = 64
+
+
+def sealed_size(secrets: int) -> int:
+    """Bytes of a share of each secret and the digest of the dealer's mask partners, sealed."""
+    return secrets * SHARE + DIGEST + 16
+
+
+SEALED = sealed_size(SECRETS)
 
 
 class MessageError(FedwardError):
@@ -74,35 +82,42 @@ def advertisements_from_bytes(data: bytes) -> tuple[Advertisement, ...]:
 class Dealt:
     """What a node deals. sealed: holder -> sealed shares, in the order drawn (the first are its mask partners).
 
-    commitments: holder -> commitments to its two shares (seed, mask key); the dealer itself too, if it holds shares
-    of its own. seed_commitment: to the self-mask's seed.
+    commitments: holder -> commitments to its shares (seed, mask key, seed of the spare part if there is one); the
+    dealer itself too, if it holds shares of its own. seed_commitment: to the self-mask's seed. spare_commitment: to
+    the spare part's, b"" without one.
     """
 
     sealed: Mapping[int, bytes]
-    commitments: Mapping[int, tuple[bytes, bytes]]
+    commitments: Mapping[int, tuple[bytes, ...]]
     seed_commitment: bytes
+    spare_commitment: bytes = b""
 
     def to_bytes(self) -> bytes:
-        """Count, then holders with sealed shares, then commitments, then the seed's."""
+        """Count, then holders with sealed shares, then commitments, then the seeds'."""
         parts = [struct.pack("<HH", len(self.sealed), len(self.commitments))]
         parts += [struct.pack("<H", holder) + sealed for holder, sealed in self.sealed.items()]
-        parts += [struct.pack("<H", holder) + a + b for holder, (a, b) in self.commitments.items()]
-        return b"".join((*parts, self.seed_commitment))
+        parts += [struct.pack("<H", holder) + b"".join(each) for holder, each in self.commitments.items()]
+        return b"".join((*parts, self.seed_commitment, self.spare_commitment))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Dealt:
-        """The inverse of `to_bytes`. Raises `MessageError`."""
+    def from_bytes(cls, data: bytes, secrets: int = SECRETS) -> Dealt:
+        """The inverse of `to_bytes`, of a node that shares so many secrets. Raises `MessageError`."""
         if len(data) < 4:
             raise MessageError("no dealt shares.")
         sealed_count, commitment_count = struct.unpack_from("<HH", data)
-        cut = 4 + sealed_count * (2 + SEALED)
-        end = cut + commitment_count * (2 + 2 * COMMITMENT)
-        sealed = entries_from_bytes(data[4:cut], SEALED)
-        both = entries_from_bytes(data[cut:end], 2 * COMMITMENT)
-        if len(data) != end + COMMITMENT or len(sealed) != sealed_count or len(both) != commitment_count:
+        size = sealed_size(secrets)
+        cut = 4 + sealed_count * (2 + size)
+        end = cut + commitment_count * (2 + secrets * COMMITMENT)
+        sealed = entries_from_bytes(data[4:cut], size)
+        each = entries_from_bytes(data[cut:end], secrets * COMMITMENT)
+        # The mask key's own commitment is its public half.
+        length = end + (secrets - 1) * COMMITMENT
+        if len(data) != length or len(sealed) != sealed_count or len(each) != commitment_count:
             raise MessageError("dealt shares have another length than they say.")
         return cls(
-            sealed, {holder: (pair[:COMMITMENT], pair[COMMITMENT:]) for holder, pair in both.items()}, data[end:]
+            sealed,
+            {holder: pieces(all_of_them, COMMITMENT) for holder, all_of_them in each.items()},
+            *pieces(data[end:], COMMITMENT),
         )
 
 
@@ -125,6 +140,29 @@ def entries_from_bytes(data: bytes, size: int) -> dict[int, bytes]:
     return found
 
 
+def revealed_from_bytes(data: bytes, due: Callable[[int], int]) -> dict[int, bytes]:
+    """Entries of as many shares as `due` says for their index. Raises `MessageError`."""
+    found: dict[int, bytes] = {}
+    at = 0
+    while at < len(data):
+        if len(data) < at + 2:
+            raise MessageError("revealed shares end within an entry.")
+        (index,) = struct.unpack_from("<H", data, at)
+        end = at + 2 + due(index) * SHARE
+        if index in found:
+            raise MessageError(f"node {index} stands twice in a message.")
+        if len(data) < end:
+            raise MessageError("revealed shares end within an entry.")
+        found[index] = data[at + 2 : end]
+        at = end
+    return found
+
+
+def pieces(data: bytes, size: int) -> tuple[bytes, ...]:
+    """`data` in pieces of `size` bytes."""
+    return tuple(data[at : at + size] for at in range(0, len(data), size))
+
+
 @dataclass(frozen=True)
 class Delivery:
     """What a node needs to mask. sharers: who dealt shares. sealed: dealer -> what it sealed for this node, and behind
@@ -134,9 +172,9 @@ class Delivery:
     sealed: Mapping[int, bytes]
 
 
-def delivered_size(parameters: Parameters) -> int:
+def delivered_size(parameters: Parameters, secrets: int = SECRETS) -> int:
     """Bytes of an entry of `Delivery.sealed`."""
-    return SEALED if parameters.complete else SEALED + 2 * parameters.partners
+    return sealed_size(secrets) if parameters.complete else sealed_size(secrets) + 2 * parameters.partners
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,21 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedward_common.errors import FedwardError
 from fedward_common.secagg import shamir
 from fedward_common.secagg.cells import Words
-from fedward_common.secagg.client import listed_partners, seed_commitment
+from fedward_common.secagg.client import (
+    MASK_KEY,
+    SEED,
+    SPARE_SEED,
+    due,
+    listed_partners,
+    seed_commitment,
+    spare_commitment,
+)
 from fedward_common.secagg.graph import partners_of
-from fedward_common.secagg.keys import AdvertisementError, Identities, mask_key, self_mask_key
+from fedward_common.secagg.keys import AdvertisementError, Identities, mask_key, self_mask_key, spare_key
 from fedward_common.secagg.masks import add_keystreams
-from fedward_common.secagg.messages import Dealt, Delivery, Unmasking, members_to_bytes
+from fedward_common.secagg.messages import SECRETS, SHARE, Dealt, Delivery, Unmasking, members_to_bytes, pieces
 from fedward_common.secagg.packing import Packed, PackedSum
+from fedward_common.secagg.spare import Spare
 from fedward_common.secagg.terms import Terms, survivors_statement
 
 
@@ -44,20 +53,28 @@ class _Dealer:
 
 
 class Server:
-    """One secure round at the server. identities: the roster's keys (None: signatures are not checked)."""
+    """One secure round at the server. identities: the roster's keys (None: signatures are not checked). spare: the part
+    of each vector that can be taken off the sum, if there is one."""
 
-    def __init__(self, terms: Terms, identities: Identities | None) -> None:
+    def __init__(self, terms: Terms, identities: Identities | None, spare: Spare | None = None) -> None:
         self.terms = terms
         self._identities = identities
+        self._spare = spare
         self._dealers: dict[int, _Dealer] = {}
         self._sharers: frozenset[int] = frozenset()
         self._sum = PackedSum(terms.length, terms.bits)
         self._survivors: set[int] = set()
         self._signatures: dict[int, bytes] = {}
-        self._shares: dict[int, dict[int, bytes]] = {}
-        """Dealer -> holder -> the share that the holder revealed: of its seed or of its mask key."""
+        self._unneeded: frozenset[int] = frozenset()
+        self._shares: dict[tuple[int, int], dict[int, bytes]] = {}
+        """(dealer, which of its secrets) -> holder -> the share that the holder revealed."""
 
     # --- stage 1: dealing
+
+    @property
+    def secrets(self) -> int:
+        """How many secrets each node shares."""
+        return SECRETS + (self._spare is not None)
 
     def deal(self, index: int, dealt: Dealt) -> None:
         """Take what a node dealt. Raises `Rejected`."""
@@ -141,6 +158,8 @@ class Server:
     def close_agreement(self) -> Unmasking:
         """The request to each signer. Raises `Aborted`."""
         self._enough(len(self._signatures), "signed the survivor set")
+        if self._spare is not None:
+            self._unneeded = self._spare.unneeded(self.survivors, len(self._signatures))
         # All signatures: a node verifies no more than it asks for, and its policy may ask for more than the rules do.
         dropped = self._sharers - self._survivors
         n = self.terms.n
@@ -148,47 +167,71 @@ class Server:
             members_to_bytes(self._survivors, n), members_to_bytes(dropped, n), dict(sorted(self._signatures.items()))
         )
 
+    @property
+    def unneeded(self) -> frozenset[int]:
+        """Survivors whose spare part comes off, once the agreement is closed."""
+        return self._unneeded
+
     # --- stage 4: unmasking
 
+    def due(self, dealer: int) -> tuple[int, ...]:
+        """Which secrets of a dealer are to be revealed."""
+        return due(dealer, self._survivors, self._unneeded)
+
     def revealed(self, index: int, shares: Mapping[int, bytes]) -> None:
-        """Take the shares that a holder reveals; a share that its dealer did not commit to is no share.
+        """Take the shares that a holder reveals, of each dealer those that are `due`, one after another; a share that
+        its dealer did not commit to is no share.
 
         Raises `Rejected`; then none of the message was taken.
         """
         if index not in self._signatures:
             raise Rejected("it did not sign the survivor set.")
-        good: dict[int, bytes] = {}
-        for dealer, share in shares.items():
+        good: dict[tuple[int, int], bytes] = {}
+        for dealer, revealed in shares.items():
             commitments = self._dealers[dealer].dealt.commitments if dealer in self._sharers else {}
             if index not in commitments:
                 raise Rejected(f"it reveals a share of node {dealer} that it does not hold.")
-            which = 0 if dealer in self._survivors else 1
-            if len(self._shares.get(dealer, ())) >= self.terms.parameters.threshold:
-                continue  # enough of them were checked
-            if not shamir.check(commitments[index][which], share, index, self.terms.digest):
-                raise Rejected(f"its share of node {dealer} is not the one that was dealt.")
-            good[dealer] = share
-        for dealer, share in good.items():
-            self._shares.setdefault(dealer, {})[index] = share
+            which = self.due(dealer)
+            if len(revealed) != len(which) * SHARE:
+                raise Rejected(f"it does not reveal the {len(which)} shares of node {dealer} that are due.")
+            for secret, share in zip(which, pieces(revealed, SHARE), strict=True):
+                if len(self._shares.get((dealer, secret), ())) >= self.terms.parameters.threshold:
+                    continue  # enough of them were checked
+                if not shamir.check(commitments[index][secret], share, index, self.terms.digest):
+                    raise Rejected(f"its share of node {dealer} is not the one that was dealt.")
+                good[dealer, secret] = share
+        for of_secret, share in good.items():
+            self._shares.setdefault(of_secret, {})[index] = share
 
     @property
     def complete(self) -> bool:
         """Whether everything that is needed has been revealed."""
         threshold = self.terms.parameters.threshold
-        return all(len(self._shares.get(dealer, {})) >= threshold for dealer in self._sharers)
+        return all(
+            len(self._shares.get((dealer, secret), {})) >= threshold
+            for dealer in self._sharers
+            for secret in self.due(dealer)
+        )
 
     def unmask(self) -> Words:
-        """The sum of the survivors' vectors, each word below 2^bits. Raises `Aborted`."""
+        """The sum of the survivors' vectors, without the spare parts that are not needed; each word below 2^bits.
+        Raises `Aborted`."""
         plus: list[bytes] = []
         minus: list[bytes] = []
         for dealer in sorted(self._sharers):
-            secret = self._recovered(dealer)
             if dealer in self._survivors:
-                minus.append(self_mask_key(self._seed(dealer, secret), self.terms.digest))
+                seed = self._seed(dealer, self._recovered(dealer, SEED))
+                minus.append(self_mask_key(seed, self.terms.digest))
             else:
-                self._take_off(dealer, self._mask_key(dealer, secret), plus, minus)
+                self._take_off(dealer, self._mask_key(dealer, self._recovered(dealer, MASK_KEY)), plus, minus)
+        spare_keys = [
+            spare_key(self._spare_seed(dealer, self._recovered(dealer, SPARE_SEED)), self.terms.digest)
+            for dealer in sorted(self._unneeded)
+        ]
         words = self._sum.total()
         add_keystreams(words, self.terms.bits, plus, minus)
+        if self._spare is not None:
+            self._spare.take_off(words, spare_keys)
         return words
 
     def _take_off(self, dropped: int, key: X25519PrivateKey, plus: list[bytes], minus: list[bytes]) -> None:
@@ -206,9 +249,9 @@ class Server:
     def _edge(self, one: int, other: int) -> bool:
         return other in self._dealers[one].partners or one in self._dealers[other].partners
 
-    def _recovered(self, dealer: int) -> bytes:
+    def _recovered(self, dealer: int, secret: int) -> bytes:
         threshold = self.terms.parameters.threshold
-        shares = self._shares.get(dealer, {})
+        shares = self._shares.get((dealer, secret), {})
         if len(shares) < threshold:
             raise Aborted(f"{len(shares)} shares of node {dealer} were revealed, {threshold} are needed.")
         try:
@@ -219,6 +262,11 @@ class Server:
     def _seed(self, dealer: int, seed: bytes) -> bytes:
         if seed_commitment(seed, self.terms.digest) != self._dealers[dealer].dealt.seed_commitment:
             raise Aborted(f"the shares that node {dealer} dealt are not of the seed that it committed to.")
+        return seed
+
+    def _spare_seed(self, dealer: int, seed: bytes) -> bytes:
+        if spare_commitment(seed, self.terms.digest) != self._dealers[dealer].dealt.spare_commitment:
+            raise Aborted(f"the shares that node {dealer} dealt are not of the spare seed that it committed to.")
         return seed
 
     def _mask_key(self, dealer: int, secret: bytes) -> X25519PrivateKey:

@@ -167,6 +167,10 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
         line("privacy", f"by {options.unit}, {where}, z = {private.noise_multiplier:.4g}, "
                         f"clip {options.clip:g}, δ = {options.delta:g}")  # fmt: skip
         line("ε", ", ".join(f"{epsilon:.3g} after round {r}" for r, epsilon in private.spent.items()) or "–")
+        if options.mechanism == "distributed":
+            nobody, most = (f"{100 * surplus:.0f} %" for surplus in private.surplus)
+            line("noise", f"variance in a sum {nobody} over what was asked for if nobody drops out, {most} at most "
+                          f"(noise_on_dropout = {options.noise_on_dropout!r})")  # fmt: skip
         for assumption in private.assumptions:
             line("", assumption)
         if private.unseen != private.spent:

@@ -12,9 +12,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from fedward_common.secagg.client import Client, Guarantees
 from fedward_common.secagg.graph import Parameters, choose
 from fedward_common.secagg.keys import Advertisement, Keyring
-from fedward_common.secagg.messages import Dealt, entries_from_bytes, entries_to_bytes
+from fedward_common.secagg.messages import Dealt, entries_to_bytes, revealed_from_bytes
 from fedward_common.secagg.packing import pack
 from fedward_common.secagg.server import Server
+from fedward_common.secagg.spare import Spare
 from fedward_common.secagg.terms import Terms
 
 RUN = "00112233445566778899aabbccddeeff"
@@ -34,13 +35,15 @@ class Site:
 
 @dataclass
 class Cohort:
-    """n enrolled nodes and the terms of their next round."""
+    """n enrolled nodes and the terms of their next round. spare: what comes off the sum, if something does; the sites'
+    words do not have it yet."""
 
     n: int
     dropout: float = 0.2
     corrupt: float = 0.2
     length: int = LENGTH
     seed: int = 0
+    spare: Spare | None = None
     sites: list[Site] = field(default_factory=list)
     terms: Terms = field(init=False)
 
@@ -73,11 +76,11 @@ class Cohort:
     def client(self, index: int, terms: Terms | None = None, least: int = 2) -> Client:
         """The client half of the node with that index (1 … n)."""
         site = self.sites[index - 1]
-        asked = Guarantees(self.parameters, least, self.identities)
+        asked = Guarantees(self.parameters, least, self.identities, self.spare)
         return Client(terms or self.terms, site.node, site.keyring, site.identity, asked)
 
     def server(self, terms: Terms | None = None) -> Server:
-        return Server(terms or self.terms, self.identities)
+        return Server(terms or self.terms, self.identities, self.spare)
 
     def total(self, survivors: Iterable[int]) -> Any:
         """The sum that must come out."""
@@ -112,7 +115,8 @@ def run(cohort: Cohort, silent: Silent = nobody) -> tuple[Any, frozenset[int]]:
     request = server.close_agreement()
     for i in sorted(server.signers):
         if not silent("unmask", i):
-            server.revealed(i, entries_from_bytes(entries_to_bytes(clients[i].unmask(request)), 33))
+            data = entries_to_bytes(clients[i].unmask(request))
+            server.revealed(i, revealed_from_bytes(data, lambda dealer: len(server.due(dealer))))
     return server.unmask(), server.survivors
 
 

@@ -17,11 +17,11 @@ from fedward_common.secagg.client import Client, Refusal, listed_partners
 from fedward_common.secagg.graph import partners_of
 from fedward_common.secagg.keys import SealKey, mask_key, self_mask_key
 from fedward_common.secagg.masks import Words, add_keystreams
-from fedward_common.secagg.messages import SHARE, Dealt, Delivery, Unmasking, members_to_bytes
+from fedward_common.secagg.messages import SHARE, Dealt, Delivery, Unmasking, members_to_bytes, pieces
 from fedward_common.secagg.terms import Terms
 
-SEED, KEY = 0, 1
-"""The two secrets that a node shares, in the order of its commitments."""
+SEED, KEY, SPARE = 0, 1, 2
+"""The secrets that a node shares, in the order of its commitments; the last only where vectors have a spare part."""
 
 T = TypeVar("T")
 
@@ -100,8 +100,8 @@ class HostileServer:
         data = self.bitmap(survivors)
         shown = dict(self.signatures[data]) if signatures is None else signatures
         revealed = self.ask(self.clients[i].unmask, Unmasking(data, self.bitmap(dropped), shown))
-        for dealer, share in (revealed or {}).items():
-            self._shares[dealer][i].add(share)
+        for dealer, shares in (revealed or {}).items():
+            self._shares[dealer][i].update(pieces(shares, SHARE))
 
     def open_shares(self, dealer: int, seal_keys: Mapping[int, X25519PrivateKey]) -> None:
         """Open what was sealed for holders whose private seal keys it has."""
