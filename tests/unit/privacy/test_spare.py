@@ -285,7 +285,7 @@ def test_rounds_stand_in_the_ledgers_with_the_least_noise_that_can_be_left(tmp_p
 
 def test_plan_says_how_much_stays_beyond_what_was_asked_for() -> None:
     def told(**more: Any) -> tuple[float, float]:
-        return privacy(config(privacy=more, secure_sum={"dropout": 0.2, "corrupt": 0.2}), 1000, 10).surplus
+        return privacy(config(privacy=more, secure_sum={"dropout": 0.2, "corrupt": 0.2}), 1000, 10, 10).surplus
 
     # Of ten, two may drop out and two collude.
     assert told() == pytest.approx((10 / 6 - 1, 10 / 6 - 1))
