@@ -33,7 +33,6 @@ from fedward_common.secagg.keys import (
 )
 from fedward_common.secagg.masks import add_keystreams
 from fedward_common.secagg.messages import (
-    DIGEST,
     SECRETS,
     SHARE,
     Dealt,
@@ -95,6 +94,7 @@ class Client:
         self._identity = identity
         self._guarantees = guarantees
         self._public: dict[int, Ed25519PublicKey] = {}
+        self._verified: set[int] = set()
         self._check_parameters()
         self._check_advertisements()
         index = terms.index(node)
@@ -143,11 +143,10 @@ class Client:
             public = identities(advertisement.node)
             if public is None:
                 raise Refusal(f"node {advertisement.node.hex()} is not in the roster that this node accepts.")
-            try:
-                advertisement.verify(self.terms.run, public)
-            except AdvertisementError as error:
-                raise Refusal(str(error)) from error
             self._public[index] = public
+            if self.terms.parameters.complete:
+                # It has to do with all: seen before it trains, not after.
+                self._verify(index)
 
     def _turn(self, wanted: _Stage, step: str) -> KeyPairs:
         if self._stage is not wanted or self._keys is None:
@@ -173,7 +172,7 @@ class Client:
         self._stage = _Stage.DEALT
         parameters, context = self.terms.parameters, self.terms.digest
         self._holders = draw_holders(parameters, self.index)
-        drew = drawn_digest(listed_partners(parameters, self._holders), context)
+        drew = listed_partners(parameters, self._holders)
         # On a complete graph a node holds a share of its own secrets too: the threshold counts it.
         places = (*self._holders, self.index) if parameters.complete else self._holders
         secrets = [self._seed, keys.mask.private_bytes_raw()]
@@ -182,7 +181,7 @@ class Client:
         split = [shamir.split(secret, places, parameters.threshold) for secret in secrets]
         shares = dict(zip(places, zip(*split, strict=True), strict=True))
         sealed = {
-            holder: self._seal(keys, holder).seal(b"".join(shares[holder]) + drew, self.index, holder)
+            holder: self._seal(keys, holder).seal(b"".join(shares[holder]), self.index, holder, drew)
             for holder in self._holders
         }
         self._own_shares = shares.get(self.index)
@@ -385,25 +384,34 @@ class Client:
 
     def _seal(self, keys: KeyPairs, other: int) -> SealKey:
         if other not in self._seals:
+            self._verify(other)
             with _refusing():
                 self._seals[other] = SealKey(keys.seal, self.terms.advertisement(other).seal_key, self.terms.digest)
         return self._seals[other]
 
     def _pair(self, keys: KeyPairs, other: int) -> bytes:
+        self._verify(other)
         pair = (min(self.index, other), max(self.index, other))
         with _refusing():
             return mask_key(keys.mask, self.terms.advertisement(other).mask_key, self.terms.digest, pair)
 
+    def _verify(self, other: int) -> None:
+        """The other's advertisement, before any of its keys is used. Of nodes that this one has nothing to do with, a
+        signature over the survivors is asked for: by it they stand for these terms, and so for their own advertisement
+        in them."""
+        if self._guarantees.identities is None or other in self._verified:
+            return
+        with _refusing():
+            self.terms.advertisement(other).verify(self.terms.run, self._public[other])
+        self._verified.add(other)
+
     def _opened(self, keys: KeyPairs, dealer: int, data: bytes) -> tuple[tuple[bytes, ...], frozenset[int]]:
         """The dealer's shares for this node, and the mask partners that it drew (none on a complete graph)."""
-        size, end = sealed_size(self.secrets), self.secrets * SHARE
+        size = sealed_size(self.secrets)
         sealed, listed = data[:size], data[size:]
         with _refusing():
-            plain = self._seal(keys, dealer).open(sealed, dealer, self.index)
-            drew = frozenset(indices_from_bytes(listed))
-        if plain[end:] != drawn_digest(listed, self.terms.digest):
-            raise Refusal(f"the mask partners of node {dealer} are not those that it drew.")
-        return pieces(plain[:end], SHARE), drew
+            plain = self._seal(keys, dealer).open(sealed, dealer, self.index, listed)
+            return pieces(plain, SHARE), frozenset(indices_from_bytes(listed))
 
     def _sign(self, survivors: bytes) -> bytes:
         if self._identity is None:
@@ -422,11 +430,6 @@ def _refusing() -> Iterator[None]:
 def listed_partners(parameters: Parameters, holders: tuple[int, ...]) -> bytes:
     """The mask partners that a node names to its holders; on a complete graph there is nothing to say."""
     return b"" if parameters.complete else indices_to_bytes(partners_of(parameters, holders))
-
-
-def drawn_digest(listed: bytes, context: bytes) -> bytes:
-    """Binds a dealer's list of mask partners to its shares."""
-    return hashlib.sha256(b"fedward secagg drawn" + context + listed).digest()[:DIGEST]
 
 
 def seed_commitment(seed: bytes, context: bytes) -> bytes:

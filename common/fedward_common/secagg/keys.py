@@ -174,16 +174,17 @@ class SealKey:
         self._secret = _exchange(own, other)
         self._context = context
 
-    def seal(self, plain: bytes, sender: int, receiver: int) -> bytes:
-        """`plain` encrypted, 16 bytes longer. Indices say which way it goes."""
+    def seal(self, plain: bytes, sender: int, receiver: int, told: bytes = b"") -> bytes:
+        """`plain` encrypted, 16 bytes longer. Indices say which way it goes. told: what the receiver is told in the
+        open; it is sealed with it."""
         key, data = self._key(sender, receiver)
-        return AESGCM(key).encrypt(_NONCE, plain, data)
+        return AESGCM(key).encrypt(_NONCE, plain, data + told)
 
-    def open(self, sealed: bytes, sender: int, receiver: int) -> bytes:
+    def open(self, sealed: bytes, sender: int, receiver: int, told: bytes = b"") -> bytes:
         """The inverse of `seal`. Raises `AdvertisementError`."""
         key, data = self._key(sender, receiver)
         try:
-            return AESGCM(key).decrypt(_NONCE, sealed, data)
+            return AESGCM(key).decrypt(_NONCE, sealed, data + told)
         except InvalidTag as error:
             raise AdvertisementError(f"what node {sender} sealed for node {receiver} does not open.") from error
 

@@ -17,15 +17,14 @@ from fedward_common.secagg.keys import Advertisement
 
 SHARE = 33
 COMMITMENT = 16
-DIGEST = 16
 SECRETS = 2
 """That a node shares: the seed of its self-mask, its mask key. With a spare part (`secagg.spare`), a third."""
 SIGNATURE = 64
 
 
 def sealed_size(secrets: int) -> int:
-    """Bytes of a share of each secret and the digest of the dealer's mask partners, sealed."""
-    return secrets * SHARE + DIGEST + 16
+    """Bytes of a share of each secret, sealed."""
+    return secrets * SHARE + 16
 
 
 SEALED = sealed_size(SECRETS)

@@ -303,7 +303,7 @@ def of_invented_nodes(cohort: Cohort, i: int) -> KeyPairs:
 
 
 @pytest.mark.parametrize("forge", [unsigned, signed_by_the_server, with_the_nodes_signature, of_invented_nodes])
-@builds("", without("_check_advertisements"))
+@builds("", without("_check_advertisements", "_verify"))
 def test_keys_of_all_others_replaced(
     forge: Callable[[Cohort, int], KeyPairs], build: Build, rule: str | None, monkeypatch: Patch
 ) -> None:

@@ -7,10 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fedward_common.secagg import client as client_module
 from fedward_common.secagg.client import Refusal
+from fedward_common.secagg.graph import Parameters
+from fedward_common.secagg.messages import Delivery, members_to_bytes, sealed_size
 from fedward_common.secagg.server import Aborted
+from fedward_common.secagg.terms import Terms
 
-from .cohort import Cohort, run
+from .cohort import LENGTH, Cohort, run
 
 STAGES = ("deal", "mask", "agree", "unmask")
 
@@ -102,3 +106,43 @@ def test_nobody_unmasks_a_node_whose_partners_are_said_to_be_gone(monkeypatch: p
         rounds(whole)
     monkeypatch.setattr("fedward_common.secagg.client.Client._check_kept", lambda self, survivors: None)
     rounds(whole)
+
+
+FORGED = 7
+
+
+def forged_terms(cohort: Cohort) -> Terms:
+    """The cohort's terms in which the server signed one node's keys itself."""
+    advertisements = list(cohort.terms.advertisements)
+    advertisements[FORGED - 1] = replace(advertisements[FORGED - 1], signature=bytes(64))
+    return replace(cohort.terms, advertisements=tuple(advertisements))
+
+
+def draws(monkeypatch: pytest.MonkeyPatch, parameters: Parameters, first: int, without: int) -> None:
+    """Whom the next node draws: `first`, and others but for `without`."""
+    others = [x for x in range(2, parameters.n + 1) if x not in (first, without)]
+    drawn = (first, *others)[: parameters.holders]
+    monkeypatch.setattr(client_module, "draw_holders", lambda parameters, me: drawn)
+
+
+def test_in_a_sparse_graph_a_drawn_node_s_keys_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    cohort = Cohort(60, dropout=0.05, corrupt=0.05)
+    assert not cohort.parameters.complete
+    lied_to = cohort.client(1, forged_terms(cohort))
+    draws(monkeypatch, cohort.parameters, FORGED, without=0)
+    with pytest.raises(Refusal, match="is not signed by its identity"):
+        lied_to.deal()
+
+
+def test_in_a_sparse_graph_the_keys_of_whoever_drew_a_node_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that this node has nothing to do with is not looked at: it must sign the survivors of terms that are not its
+    own, or is no survivor."""
+    cohort = Cohort(60, dropout=0.05, corrupt=0.05)
+    lied_to = cohort.client(1, forged_terms(cohort))
+    draws(monkeypatch, cohort.parameters, 2, without=FORGED)
+    lied_to.deal()
+    everybody = members_to_bytes(range(1, 61), 60)
+    drew = b"\x01\x00" * cohort.parameters.partners
+    sealed = bytes(sealed_size(2)) + drew
+    with pytest.raises(Refusal, match="is not signed by its identity"):
+        lied_to.mask(Delivery(everybody, {FORGED: sealed}), np.zeros(LENGTH, np.uint32))
