@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedward_common.work import Work
 
-from bench import convergence, fashion, figures
+from bench import convergence, fashion, figures, privacy
 from bench.figures import Figure
 from bench.nodes import NoTraining
 
@@ -95,3 +95,20 @@ def test_no_two_changes_are_equal():
         for round_ in range(1, 20)
     }
     assert len(changes) == 50 * 19
+
+
+def test_accuracies_stand_beside_those_without_privacy_and_distributed_noise_beside_central():
+    plain = privacy.Run("iid", 10, 2, 0.1)
+    site = {name: privacy.MECHANISMS[name] for name in ("site, distributed", "site, central")}
+    runs = [plain, *(privacy._private(plain, name, 2.0, 0.1, options) for name, options in site.items())]
+    found = list(privacy.rows(zip(runs, (80.0, 70.0, 71.5), strict=True)))
+    assert [figure.value for figure in found] == [80.0, 70.0, 71.5, 1.5]
+    assert [figure.peer for figure in found] == [None, 80.0, 80.0, None]
+    assert not found[-1].judged().holds
+
+
+@pytest.mark.parametrize("make", [privacy.by_epsilon, privacy.by_algorithm, privacy.by_writer])
+def test_every_private_run_that_is_compared_can_be_submitted(make):
+    for run in make(10, 3):
+        config = run.config()
+        assert (config.privacy is None) == (run.epsilon is None) and run.what
