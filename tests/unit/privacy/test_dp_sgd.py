@@ -276,3 +276,53 @@ def test_models_with_group_norm_are_fine() -> None:
 def test_noise_too_large_for_its_grid_is_refused() -> None:
     with pytest.raises(ConfigError, match="noise_multiplier"):
         dp_sgd._GridNoise.of(asked(noise_multiplier=1000.0), 1_000_000)
+
+
+class Scaled(nn.Module):
+    """A parameter of no dimension, and a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class OddTask(Task):
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 6), Counting(), Scaled(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("ghost", [False, True])
+def test_parameters_without_dimensions_and_integer_buffers(ghost: bool) -> None:
+    given = data()
+    expected, _ = clipped_mean(OddTask(), given, [[i] for i in range(30)])
+    found = moved(local(OddTask(), given, asked(ghost=ghost)))
+    assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
+
+
+def test_a_patient_with_thousands_of_records_and_one_with_a_single_one() -> None:
+    groups = np.r_[np.zeros(3000, int), 1]
+    given = data(3001, groups=groups)
+    found = moved(local(Task(), given, asked(by_patient=True), batch_size=256))
+    # Two units of at most C each, in a mean over two.
+    assert 0 < np.linalg.norm(found) <= CLIP
+
+
+def test_a_site_with_fewer_records_than_a_batch() -> None:
+    expected, _ = clipped_mean(Task(), data(2), [[0], [1]])
+    found = moved(local(Task(), data(2), asked(), batch_size=64))
+    assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
+    alone = moved(local(Task(), data(1), asked(sampling_rate=0.5, noise_multiplier=1.0, steps=3)))
+    assert np.isfinite(alone).all()
