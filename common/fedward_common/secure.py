@@ -161,7 +161,7 @@ class SecureParticipant(Participant):
             return ("update-gate", "clip", "quantize", "secure-sum")
         if options.unit != "site":
             return (f"dp-sgd-by-{options.unit}", "update-gate", "clip", "quantize", "secure-sum")
-        noise = ("skellam-noise",) if options.mechanism == "distributed" else ()
+        noise = (f"{options.noise}-noise",) if options.mechanism == "distributed" else ()
         return ("update-gate", "clip-norm", "quantize", *noise, "secure-sum")
 
     def expire(self) -> None:

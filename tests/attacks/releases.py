@@ -290,6 +290,7 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _SITES: dict[str, dict[str, Any]] = {
     "site, distributed": {"mechanism": "distributed"},
+    "site, distributed, discrete Gaussian": {"mechanism": "distributed", "noise": "discrete-gaussian"},
     "site, central": {"mechanism": "central"},
     "site, central, adaptive clip": {"mechanism": "central", "clip_quantile": 0.5},
 }

@@ -53,6 +53,11 @@ class PrivacyOptions(BaseModel):
         default=None, gt=0, description="the run ends before the round that would cross it; default target_epsilon"
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="δ")
+    noise: Literal["skellam", "discrete-gaussian"] = Field(
+        default="skellam",
+        description="the law of the noise that nodes add to whole numbers (distributed only). Shares of Skellam noise "
+        "add up to Skellam noise exactly, those of discrete Gaussian noise nearly",
+    )
     noise_on_dropout: Literal["surplus", "exact"] = Field(
         default="surplus",
         description="noise of nodes beyond the fewest that may be left: it stays, or it is taken off the sum again "
@@ -113,6 +118,22 @@ class PrivacyOptions(BaseModel):
             raise ValueError(
                 f"privacy.noise_on_dropout = 'exact' with {with_}, whoever drops out: none of it is too much. Remove "
                 "noise_on_dropout, or use unit = 'site' and mechanism = 'distributed'."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _law_of_shares(self) -> PrivacyOptions:
+        if self.noise == "skellam":
+            return self
+        if self.mechanism != "distributed":
+            raise ValueError(
+                f"privacy.noise = {self.noise!r} without mechanism = 'distributed': it is the law of the shares that "
+                "nodes add. Remove noise."
+            )
+        if self.noise_on_dropout == "exact":
+            raise ValueError(
+                f"privacy.noise = {self.noise!r} with noise_on_dropout = 'exact': a node's noise is then made of two "
+                "parts, which together are of the same law only for Skellam noise. Remove one of the two."
             )
         return self
 

@@ -7,6 +7,7 @@ is what the noise hides. Nothing else that depends on data is in it: no weight, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
@@ -34,6 +35,10 @@ WITHIN = "within"
 _CLIP_RATE = 0.2
 _COUNT_SPREAD, _COUNT_GRID = 10.0, 64
 """The count's noise in units of the updates', which costs 0.5 % of z; and steps of its grid to one node."""
+_LAWS: dict[str, Callable[[float], noise.Law]] = {
+    "skellam": noise.Skellam,
+    "discrete-gaussian": noise.DiscreteGaussian,
+}
 _LARGEST_SIGMA = 0.9 * math.sqrt(noise.LARGEST_VARIANCE)
 
 
@@ -93,6 +98,9 @@ class Distributed:
     @property
     def event(self) -> Event:
         made, spare = self.mechanism, self.spare
+        if isinstance(made.law, noise.DiscreteGaussian):
+            sigma = math.sqrt(made.law.variance)
+            return DiscreteGaussian(made.l2, sigma, made.honest, made.padded, made.truncation(made.honest))
         if spare is None:
             return Skellam(made.l2, made.l1, made.variance(made.honest), made.truncation(made.honest))
         return Skellam(made.l2, made.l1, spare.variance, made.truncation(spare.draws))
@@ -267,8 +275,9 @@ def _made(config: RunConfig, options: PrivacyOptions, length: int, n: int, z: fl
         return Central(length, bits, n, options.clip, z, options.clip_quantile is not None)
     honest = parameters.survivors - parameters.colluders
     made = distributed.plan(
-        dimension=length, bits=bits, summands=n, honest=honest, clip=options.clip, noise_multiplier=z
-    )
+        dimension=length, bits=bits, summands=n, honest=honest, clip=options.clip, noise_multiplier=z,
+        law=_LAWS[options.noise],
+    )  # fmt: skip
     if options.noise_on_dropout == "surplus":
         return Distributed(made)
     return Distributed(made, split(made, parameters, Distributed(made).shape.noised_at))

@@ -140,6 +140,18 @@ def test_the_noise_in_the_model_is_what_was_asked_for(tmp_path: Path, mechanism:
     assert found != pytest.approx(0.7 * asked, rel=0.05)
 
 
+def test_shares_of_discrete_gaussian_noise(tmp_path: Path) -> None:
+    """The same run with either law: nearly the same ε. Skellam noise pays a little for its heavier tails."""
+    spent = {}
+    for law in ("skellam", "discrete-gaussian"):
+        paths = RunPaths(tmp_path / law)
+        assert simulate(config(privacy={"noise": law}), Task(), N, paths).status == "finished"
+        told = rounds(paths)[-1]["privacy"]
+        assert told["event"]["kind"] == law
+        spent[law] = told["epsilon"]
+    assert spent["discrete-gaussian"] <= spent["skellam"] <= 1.02 * spent["discrete-gaussian"]
+
+
 def test_the_run_ends_before_the_round_that_would_cross_its_budget(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     free = simulate(config(rounds=6), Task(), N, RunPaths(tmp_path / "free"))
@@ -215,6 +227,8 @@ def test_what_no_norm_bounds_is_refused(tmp_path: Path) -> None:
         ({"privacy": {"unit": "record"}}, ("privacy.unit",)),
         ({"privacy": {"clip": 0.0}}, ("privacy.clip",)),
         ({"privacy": {"delta": 1.0}}, ("privacy.delta",)),
+        ({"privacy": {"mechanism": "central", "noise": "discrete-gaussian"}}, ("privacy.noise", "Remove noise")),
+        ({"privacy": {"noise": "discrete-gaussian", "noise_on_dropout": "exact"}}, ("privacy.noise", "Skellam")),
     ],
 )
 def test_what_cannot_work_is_refused_at_submission(tables: dict[str, Any], parts: tuple[str, ...]) -> None:
