@@ -31,7 +31,8 @@ class Writers:
         mine = np.isin(writer, group)
         x, y = images[mine], labels[mine]
         last = np.arange(len(y)) % 5 == 4
-        return Data(train=dataset(x[~last], y[~last]), test=dataset(x[last], y[last]))
+        # groups: for privacy by patient, where a writer is one.
+        return Data(dataset(x[~last], y[~last]), dataset(x[last], y[last]), groups=writer[mine][~last])
 
     def loss(self, model: nn.Module, batch: Pair) -> torch.Tensor:
         x, y = batch
