@@ -14,7 +14,7 @@ from fedward_common.task import Data
 from torch import nn
 from torch.utils.data import TensorDataset
 
-FILE = Path(os.environ.get("MNIST_WRITERS", "mnist_writers.npz"))
+FILE = Path(os.environ.get("FEDWARD_MNIST_WRITERS", "mnist_writers.npz"))
 """Arrays train_x, train_y, train_writer and test_… of other writers; see examples/mnist_writers."""
 
 
@@ -23,7 +23,7 @@ class ByWriter:
 
     def __init__(self, nodes: int) -> None:
         if not FILE.exists():
-            raise SystemExit(f"{FILE}: not there. Set MNIST_WRITERS to the file that examples/mnist_writers describes.")
+            raise SystemExit(f"{FILE}: not there. Set FEDWARD_MNIST_WRITERS to the file that examples/mnist_writers describes.")
         self._nodes = nodes
         with np.load(FILE) as file:
             self._train = _pair(file["train_x"], file["train_y"])
