@@ -6,6 +6,7 @@ Nodes are named by index, 1 … n, their place in the round's sorted advertiseme
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -130,12 +131,11 @@ def entries_from_bytes(data: bytes, size: int) -> dict[int, bytes]:
     step = 2 + size
     if len(data) % step:
         raise MessageError(f"{len(data)} bytes are no whole number of entries of {step}.")
-    found: dict[int, bytes] = {}
-    for at in range(0, len(data), step):
-        (index,) = struct.unpack_from("<H", data, at)
-        if index in found:
-            raise MessageError(f"node {index} stands twice in a message.")
-        found[index] = data[at + 2 : at + step]
+    entries = list(struct.iter_unpack(f"<H{size}s", data))
+    found: dict[int, bytes] = dict(entries)
+    if len(found) != len(entries):
+        ((index, _),) = Counter(index for index, _ in entries).most_common(1)
+        raise MessageError(f"node {index} stands twice in a message.")
     return found
 
 
@@ -159,6 +159,8 @@ def revealed_from_bytes(data: bytes, due: Callable[[int], int]) -> dict[int, byt
 
 def pieces(data: bytes, size: int) -> tuple[bytes, ...]:
     """`data` in pieces of `size` bytes."""
+    if len(data) == 2 * size:  # nearly always, and many times a round
+        return data[:size], data[size:]
     return tuple(data[at : at + size] for at in range(0, len(data), size))
 
 

@@ -32,7 +32,7 @@ from fedward_common.secagg.client import (
 from fedward_common.secagg.graph import partners_of
 from fedward_common.secagg.keys import AdvertisementError, Identities, mask_key, self_mask_key, spare_key
 from fedward_common.secagg.masks import add_keystreams
-from fedward_common.secagg.messages import SECRETS, SHARE, Dealt, Delivery, Unmasking, members_to_bytes, pieces
+from fedward_common.secagg.messages import SECRETS, SHARE, Dealt, Delivery, Unmasking, members_to_bytes
 from fedward_common.secagg.packing import Packed, PackedSum
 from fedward_common.secagg.spare import Spare
 from fedward_common.secagg.terms import Terms, survivors_statement
@@ -187,17 +187,19 @@ class Server:
         if index not in self._signatures:
             raise Rejected("it did not sign the survivor set.")
         good: dict[tuple[int, int], bytes] = {}
+        threshold, context = self.terms.parameters.threshold, self.terms.digest
         for dealer, revealed in shares.items():
-            commitments = self._dealers[dealer].dealt.commitments if dealer in self._sharers else {}
-            if index not in commitments:
+            commitments = self._dealers[dealer].dealt.commitments.get(index) if dealer in self._sharers else None
+            if commitments is None:
                 raise Rejected(f"it reveals a share of node {dealer} that it does not hold.")
             which = self.due(dealer)
             if len(revealed) != len(which) * SHARE:
                 raise Rejected(f"it does not reveal the {len(which)} shares of node {dealer} that are due.")
-            for secret, share in zip(which, pieces(revealed, SHARE), strict=True):
-                if len(self._shares.get((dealer, secret), ())) >= self.terms.parameters.threshold:
+            for place, secret in enumerate(which):
+                if len(self._shares.get((dealer, secret), ())) >= threshold:
                     continue  # enough of them were checked
-                if not shamir.check(commitments[index][secret], share, index, self.terms.digest):
+                share = revealed[place * SHARE : (place + 1) * SHARE]
+                if not shamir.check(commitments[secret], share, index, context):
                     raise Rejected(f"its share of node {dealer} is not the one that was dealt.")
                 good[dealer, secret] = share
         for of_secret, share in good.items():
