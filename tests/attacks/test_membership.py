@@ -8,6 +8,8 @@ import pytest
 
 from .membership import Found, attacked, train, train_private
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(8)
 
 
@@ -18,7 +20,6 @@ def test_without_privacy_members_are_found() -> None:
     assert found.accuracy > 0.4
 
 
-@pytest.mark.slow
 def test_with_epsilon_2_hardly_anybody_is() -> None:
     """And the model has learnt something all the same. Seen: AUC 0.52, 2 % caught, accuracy 0.21 (chance: 0.1)."""
     found = Found.mean(attacked(partial(train_private, target_epsilon=2.0), seed) for seed in SEEDS)
@@ -26,7 +27,6 @@ def test_with_epsilon_2_hardly_anybody_is() -> None:
     assert found.accuracy > 0.14
 
 
-@pytest.mark.slow
 def test_it_is_the_noise_that_protects() -> None:
     """The same steps, clipped as much, with next to none. Seen: AUC 0.73, 8 % caught."""
     found = Found.mean(attacked(partial(train_private, noise_multiplier=0.01), seed) for seed in SEEDS)

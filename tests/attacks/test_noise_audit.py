@@ -39,6 +39,7 @@ def test_the_noise_is_what_is_accounted_for(tmp_path: Path, name: str) -> None:
     check(MECHANISMS[name].releases(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_the_audit_finds_noise_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     MECHANISMS[name].weaken(monkeypatch, 0.7)
@@ -46,6 +47,7 @@ def test_the_audit_finds_noise_that_is_too_small(tmp_path: Path, monkeypatch: py
         check(MECHANISMS[name].releases(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_the_audit_finds_noise_that_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     MECHANISMS[name].repeat(monkeypatch)

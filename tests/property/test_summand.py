@@ -69,14 +69,20 @@ def cohorts(draw):
         groups = {}
         for group, dtype in zip(shape.groups, (np.float32, np.float64), strict=True):
             shares = draw(st.lists(st.floats(-1, 1), min_size=group.length, max_size=group.length))
-            groups[group.name] = (np.array(shares) * group.range * scale / weight * (1 - 1e-5)).astype(dtype)
+            # Clipped is (w/W)·x with the weight as it is summed, a whole number of steps of the grid.
+            summed = max(float(exact_weight(weight)), weight)
+            groups[group.name] = (np.array(shares) * group.range * scale / summed * (1 - 1e-5)).astype(dtype)
         metrics = {"examples": float(weight), "loss": draw(st.floats(-(2.0**42), 2.0**42))}
         updates.append(Update(groups, float(weight), metrics))
     return shape, updates
 
 
+def exact_weight(weight):
+    return Fraction(round(Fraction(weight) * GRID), GRID)
+
+
 def exact_weights(updates):
-    return [Fraction(round(Fraction(u.weight) * GRID), GRID) for u in updates]
+    return [exact_weight(u.weight) for u in updates]
 
 
 @settings(max_examples=200, deadline=None)
