@@ -181,8 +181,7 @@ class Play:
 
     def _play(self) -> Any:
         self._start()
-        dealt = {i: client.deal().to_bytes() for i, client in self.clients.items()}
-        for i, data in self._through("dealt", dealt):
+        for i, data in self._through("dealt", self._dealt()):
             self._deal(i, data)
         deliveries = self.server.close_dealing()
         for i, data in self.late:
@@ -238,6 +237,15 @@ class Play:
                 self.clients[i] = Client(terms, site.node, site.keyring, site.identity, asked)
             except Refusal:
                 continue
+
+    def _dealt(self) -> dict[int, bytes]:
+        dealt: dict[int, bytes] = {}
+        for i, client in self.clients.items():
+            try:
+                dealt[i] = client.deal().to_bytes()
+            except Refusal:  # keys that are forged, of a node that it drew
+                continue
+        return dealt
 
     def _lied(self, terms: Terms, incident: Incident) -> Terms:
         if incident.kind == "lie":
