@@ -125,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="opacus")
-    found = [figure for width in options.widths for figure in rows(width, options.steps, options.turns)]
+    found = (figure for width in options.widths for figure in rows(width, options.steps, options.turns))
     figures.write("dp_sgd", found, options.results)
 
 
