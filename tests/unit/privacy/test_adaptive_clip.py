@@ -26,7 +26,7 @@ def total(made: site.Central, updates: list[np.ndarray]) -> np.ndarray:
     return (sum(words) & ((1 << made.bits) - 1)).astype(np.uint32)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("quantile", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("quantile", [0.3, 0.8])
 def test_the_clip_ends_at_the_quantile_of_the_norms(quantile: float) -> None:
     rng = np.random.default_rng(0)
     norms = np.exp(rng.normal(0, 0.5, 50))
@@ -35,12 +35,12 @@ def test_the_clip_ends_at_the_quantile_of_the_norms(quantile: float) -> None:
         unit="site", mechanism="central", clip=30.0, clip_quantile=quantile, noise_multiplier=0.1
     )
     bound, seen = options.clip, []
-    for _ in range(120):
+    for _ in range(70):
         made = site.Central(16, 24, 50, bound, 0.1, counts=True)
         bound = site.next_clip(options, bound, made.mean(total(made, updates), 50, STAMP).metrics[site.WITHIN])
         seen.append(bound)
     low, high = np.quantile(norms, [quantile - 0.08, quantile + 0.08])
-    assert low < np.median(seen[-40:]) < high
+    assert low < np.median(seen[-30:]) < high
 
 
 def test_the_step_is_the_paper_s() -> None:
@@ -66,9 +66,9 @@ def test_the_count_s_noise_has_the_spread_that_is_accounted_for() -> None:
     z = 2.0
     made = site.Central(4, 20, 8, 1.0, z, counts=True)
     sums = total(made, [np.zeros(4)] * 8)
-    counts = [8 * made.mean(sums, 8, STAMP).metrics[site.WITHIN] for _ in range(3000)]
-    assert np.mean(counts) == pytest.approx(8, abs=5 * 20 / np.sqrt(3000))
-    assert np.std(counts) == pytest.approx(10 * z, rel=5 / np.sqrt(2 * 3000))
+    counts = [8 * made.mean(sums, 8, STAMP).metrics[site.WITHIN] for _ in range(600)]
+    assert np.mean(counts) == pytest.approx(8, abs=5 * 20 / np.sqrt(600))
+    assert np.std(counts) == pytest.approx(10 * z, rel=5 / np.sqrt(2 * 600))
 
 
 def test_a_run_remembers_its_clip(tmp_path: Path) -> None:

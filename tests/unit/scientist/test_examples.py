@@ -79,6 +79,7 @@ def test_the_digits_are_shared_out_once_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not FASHION.is_dir(), reason="apt-get install dataset-fashion-mnist")
+@pytest.mark.slow
 def test_fashion_mnist_learns(tmp_path: Path) -> None:
     config = short("fashion_mnist", 3, 30)
     ended = rehearse(config, EXAMPLES / "fashion_mnist", scenario(config, 10, None).nodes, tmp_path / "run")
@@ -94,6 +95,7 @@ def test_fashion_mnist_is_shared_out_once_each() -> None:
     assert sum(len(part.test) for part in parts) == 10_000  # type: ignore[arg-type,misc]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not WRITERS.is_file(), reason="no mnist_writers.npz; $FEDWARD_MNIST_WRITERS says where")
 def test_writers_learn_and_strangers_are_held_out(tmp_path: Path) -> None:
     prepare_script("mnist_writers").prepare(WRITERS, 30, tmp_path / "nodes.toml")
