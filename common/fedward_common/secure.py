@@ -24,7 +24,7 @@ from fedward_common.messages import LEDGER_HEAD, Failure, Purpose, Reason, Reply
 from fedward_common.node import Participant, Refused, StateStore
 from fedward_common.privacy import site
 from fedward_common.privacy.clip import check_clip
-from fedward_common.privacy.cost import round_cost
+from fedward_common.privacy.cost import check_layout, round_cost
 from fedward_common.privacy.events import to_json
 from fedward_common.privacy.ledger import Release
 from fedward_common.roster import Roster
@@ -281,8 +281,10 @@ class SecureParticipant(Participant):
             raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
 
     def _release(self, request: Request, n: int) -> Release:
+        layout = self._known().layout
         with self._refusing():
-            cost = round_cost(self.config, self._known().layout.size(Kind.TRAINABLE), n)
+            check_layout(layout)
+            cost = round_cost(self.config, layout.size(Kind.TRAINABLE), n)
         return Release(
             self._run, request.round, request.attempt, request.purpose.value, _HERE, cost.unit, _HERE,
             to_json(cost.event), cost.count,

@@ -19,7 +19,7 @@ from fedward_common.local import LocalRunner
 from fedward_common.privacy import sampled, site, wording
 from fedward_common.privacy.accounting import Claim, spent
 from fedward_common.privacy.amplification import Drawn, unseen
-from fedward_common.privacy.cost import multiplier, round_cost
+from fedward_common.privacy.cost import check_layout, multiplier, round_cost
 from fedward_common.secagg.graph import Parameters
 from fedward_common.secagg.packing import packed_size
 from fedward_common.task import Task, load_task
@@ -225,12 +225,7 @@ def _check_private(config: RunConfig, project: Path) -> None:
 
         check_model(model)
     layout = Layout.of(model, kinds_of(task))
-    if layout.size(Kind.STATISTIC):
-        raise TaskError(
-            f"privacy.unit = {config.privacy.unit!r}: the model has {layout.size(Kind.STATISTIC):,} float buffers, "
-            "such as batch norm's running means, which no norm bounds together with its parameters. Use GroupNorm or "
-            "LayerNorm, or mark them as private."
-        )
+    check_layout(layout)
     round_cost(config, layout.size(Kind.TRAINABLE), site.planned(config))
 
 

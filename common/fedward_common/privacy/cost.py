@@ -10,6 +10,7 @@ from fedward_common.privacy import site
 from fedward_common.privacy.events import Event
 from fedward_common.privacy.ledger import Unit
 from fedward_common.privacy.sampled import sampled_steps
+from fedward_common.update import Kind, Layout
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,18 @@ class RoundCost:
     unit: Unit
     event: Event
     count: int
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise `ConfigError` for a model with float buffers that are sent: training changes them without noise, and no
+    norm bounds them together with parameters."""
+    count = layout.size(Kind.STATISTIC)
+    if count:
+        raise ConfigError(
+            f"the model has {count:,} float buffers that would be sent, such as batch norm's running means: with "
+            "[privacy] they would leave without noise. Use GroupNorm or LayerNorm; mark constant ones as 'private' in "
+            "tensor_kinds."
+        )
 
 
 def round_cost(config: RunConfig, length: int, n: int) -> RoundCost:

@@ -53,11 +53,14 @@ def private_steps(local: Local, parameters: Sequence[nn.Parameter], asked: Sampl
     """
     units = _Units.of(local, asked.by_patient)
     noise = _GridNoise.of(asked, sum(parameter.numel() for parameter in parameters))
-    local.model.train()
     scale = 1 / (asked.sampling_rate * units.count)
-    with _clipping(local, parameters, asked) as clipped_sum:
+    buffers = [(buffer, buffer.clone()) for buffer in local.model.buffers()]
+    with _ClippedSum(local, parameters, asked) as clipped:
+        clipped.check()
         for _ in range(asked.steps):
-            total = clipped_sum(units, units.drawn(asked.sampling_rate))
+            total = clipped.over(units, units.drawn(asked.sampling_rate))
+            if not all(torch.equal(buffer, before) for buffer, before in buffers):
+                raise TaskError(_GATHERS)
             noise.add(total)
             total *= scale
             _spread(total, parameters)
@@ -149,9 +152,8 @@ class _GridNoise:
         total *= self._step
 
 
-class _clipping:
-    """Hooks on the model for as long as it lasts; gives the sum over units of their clipped gradients, float64, shape
-    (d,)."""
+class _ClippedSum:
+    """Sums over units of their clipped gradients. Its hooks are on the model for as long as the `with` block lasts."""
 
     def __init__(self, local: Local, parameters: Sequence[nn.Parameter], asked: SampledSteps) -> None:
         self._local = local
@@ -160,23 +162,23 @@ class _clipping:
         self._read = batches.reader(local.data.train, local.data.collate, local.device)
         self._length = sum(parameter.numel() for parameter in parameters)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> _ClippedSum:
         hooks = _hooks(self._asked.ghost)
+        self._local.model.train()
         try:
             self._hooks = hooks(self._local.model, loss_reduction="mean")
         except (NotImplementedError, ValueError) as error:
             raise TaskError(f"the model has layers without gradients per record: {error}") from error
-        try:
-            self._check()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self._ghost_sum if self._asked.ghost else self._sum
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.cleanup()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def over(self, units: _Units, drawn: Indices) -> npt.NDArray[np.float64]:
+        """Of the drawn units: float64, shape (d,)."""
+        return (self._ghost_sum if self._asked.ghost else self._sum)(units, drawn)
 
     def _sum(self, units: _Units, drawn: Indices) -> npt.NDArray[np.float64]:
         total = np.zeros(self._length)
@@ -209,8 +211,7 @@ class _clipping:
             if isinstance(grad, list):
                 raise TaskError("loss() ran the model in several passes: run it once on the whole batch.")
             if grad is None:
-                if parameter.grad is not None and bool(parameter.grad.any()):
-                    raise TaskError(_NOT_BY_RECORD)
+                self._check_unused(parameter)
                 grad = parameter.new_zeros(len(records), *parameter.shape)
             if len(grad) != len(records):
                 raise TaskError(_NOT_BY_RECORD)
@@ -218,6 +219,12 @@ class _clipping:
             parameter.grad = None
         self._hooks.set_grad_sample_to_none()
         return found
+
+    @staticmethod
+    def _check_unused(parameter: nn.Parameter) -> None:
+        """One that no layer gave gradients by record for must have none at all."""
+        if parameter.grad is not None and bool(parameter.grad.any()):
+            raise TaskError(_NOT_BY_RECORD)
 
     def _ghost_sum(self, units: _Units, drawn: Indices) -> npt.NDArray[np.float64]:
         """By two backward passes: one for the norms, one of the losses times what clipping leaves of each (Li et al.
@@ -241,16 +248,19 @@ class _clipping:
         return total
 
     def _ghost_norms(self, records: int) -> torch.Tensor:
-        nothing = torch.zeros(records, device=self._local.device)
-        norms = [getattr(parameter, "_norm_sample", nothing) for parameter in self._parameters]
-        if any(norm.shape != (records,) for norm in norms):
-            raise TaskError(_NOT_BY_RECORD)
+        norms = []
         for parameter in self._parameters:
-            parameter.__dict__.pop("_norm_sample", None)
+            norm = parameter.__dict__.pop("_norm_sample", None)
+            if norm is None:
+                self._check_unused(parameter)
+                norm = parameter.new_zeros(records)
+            if norm.shape != (records,):
+                raise TaskError(_NOT_BY_RECORD)
+            norms.append(norm)
         together: torch.Tensor = torch.stack(norms).norm(dim=0)
         return together
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise `TaskError` if gradients of a few records within a batch are not those of each record alone: clipping
         would then bound something else. Not for a loss with chance of its own, on which two calls disagree."""
         model, count = self._local.model, min(_PROBED, self._local.examples)
@@ -311,6 +321,10 @@ def check_model(model: nn.Module) -> None:
             raise TaskError(f"model: {name or 'the model'} is {type(module).__name__}: {error}")
 
 
+_GATHERS = (
+    "a buffer of the model changed while it trained: what it gathers of the data has no noise, and shapes what is "
+    "trained later. Use layers without running statistics, such as nn.GroupNorm, or choose privacy.unit = 'site'."
+)
 _NOT_BY_RECORD = (
     "loss() is not the mean over a batch of what each record alone would give, so no gradient belongs to one record "
     "(class weights that are normalised over the batch, contrastive terms, parameters used outside of a layer). Write "

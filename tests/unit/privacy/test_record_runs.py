@@ -161,6 +161,38 @@ def test_batch_norm_is_refused_with_its_name_and_replacement(tmp_path: Path) -> 
         simulate(config(cohort={"min_nodes": N, "wait": 1.0}), Normed(), N, RunPaths(tmp_path / "run"))
 
 
+class Centred(nn.Module):
+    """Keeps a mean of what it has seen: a part of the data, without a gradient and so without noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)  # type: ignore[operator]
+        return x - self.seen
+
+
+class Tracking(Scans):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Centred(), nn.Linear(2, 2))
+
+
+class Hoarding(Tracking):
+    tensor_kinds: ClassVar = {"0.seen": "private"}
+
+
+@pytest.mark.parametrize("unit", ["record", "patient"])
+@pytest.mark.parametrize("task", [Tracking(), Hoarding()])
+def test_buffers_that_gather_data_are_refused_on_the_node(tmp_path: Path, task: Scans, unit: str) -> None:
+    """Sent, they would be a release without noise; kept, they would shape later updates without being accounted."""
+    quick = config(unit, cohort={"min_nodes": N, "max_failed_rounds": 1, "wait": 1.0})
+    outcome = simulate(quick, task, N, RunPaths(tmp_path / "run"))
+    assert outcome.status == "failed" and outcome.state.round == 0
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
 def test_without_groups_a_run_by_patient_does_not_train(tmp_path: Path) -> None:
     class Loose(Scans):
         def data(self, config: dict[str, Any]) -> Data:
