@@ -21,7 +21,6 @@ from pydantic import (
 from fedward_common.algorithms.base import AlgorithmOptions, PerClientAlgorithm
 from fedward_common.algorithms.local_options import LocalOptions
 from fedward_common.algorithms.registry import ALGORITHMS, parse_options
-from fedward_common.algorithms.scaffold import ScaffoldOptions
 from fedward_common.errors import ConfigError
 from fedward_common.explain import NAME_PATTERN, TASK_PATTERN, NestedError, Source, show
 from fedward_common.explain import explain as explain
@@ -241,24 +240,7 @@ def _privacy_problem(config: RunConfig) -> str | None:
             "[privacy]: what a model scores on nodes' data is a release without noise. Set every = 0 and no holdout; "
             "central = true evaluates on data that the server may see."
         )
-    if isinstance(config.algorithm, ScaffoldOptions):
-        return _private_scaffold_problem(unit, config.algorithm)
-    return None
-
-
-def _private_scaffold_problem(unit: str, options: ScaffoldOptions) -> str | None:
-    if unit == "site":
-        return (
-            "algorithm.name = 'scaffold' with privacy.unit = 'site': a node's control variate follows from its whole "
-            "update, the server's from the clipped ones, and their means would part. Choose fedavg, fedprox or a "
-            "server optimiser, or remove [privacy]."
-        )
-    if options.option == "I":
-        return (
-            f"algorithm.option = 'I' with privacy.unit = '{unit}': its control variate is a gradient over all records, "
-            "without noise. Choose option 'II', whose control variate follows from the noised steps."
-        )
-    return None
+    return config.algorithm.check_privacy(unit)
 
 
 def parse_config(tables: dict[str, Any]) -> RunConfig:

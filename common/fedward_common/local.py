@@ -14,7 +14,6 @@ from functools import cached_property
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -22,13 +21,13 @@ from torch.utils.data import Dataset
 from fedward_common import batches
 from fedward_common.algorithms.base import MODEL, STATISTIC
 from fedward_common.algorithms.node_half import Local
-from fedward_common.algorithms.registry import build
+from fedward_common.algorithms.registry import build, layout_of
 from fedward_common.algorithms.training import checked_loss, seed_all
 from fedward_common.config import RunConfig
 from fedward_common.errors import TaskError, UpdateError
 from fedward_common.privacy.sampled import SampledSteps, sampled_steps
 from fedward_common.task import Data, Task, check_data, check_task, metric_names
-from fedward_common.update import Kind, Layout, Vector, kinds_of
+from fedward_common.update import Kind, Layout, Vector, Vectors
 from fedward_common.work import PRIVATE, Done, Work
 
 _EVALUATION_BATCH = 256
@@ -102,11 +101,19 @@ class LocalRunner:
     def _train(self, work: Work) -> Done:
         built, layout = self._built, self._built.layout
         self._load(work)
-        local = Local(
+        update, state = self._algorithm.client(local := self._local(work), work.vectors, self._kept(work))
+        if layout.size(Kind.PRIVATE):
+            state = {**state, PRIVATE: layout.pack(built.model.state_dict(), Kind.PRIVATE)}
+        info = {"steps": local.progress.steps, "complete": local.progress.complete}
+        return Done(update.groups, state, update.weight, update.metrics, info)
+
+    def _local(self, work: Work) -> Local:
+        built = self._built
+        return Local(
             task=self._task,
             model=built.model,
             data=self._data,
-            layout=layout,
+            layout=built.layout,
             options=self._config.local,
             round=work.round,
             seed=self._seed(work.round),
@@ -114,16 +121,17 @@ class LocalRunner:
             seconds=work.seconds,
             private=self._private,
         )
-        size, dtype = layout.size(Kind.TRAINABLE), layout.dtype(Kind.TRAINABLE)
-        kept = {}
-        for name in self._algorithm.keeps:
-            kept[name] = work.state[name] if name in work.state else np.zeros(size, dtype)
-            _fits(f"kept vector {name!r}", kept[name], size)
-        update, state = self._algorithm.client(local, work.vectors, kept)
-        if layout.size(Kind.PRIVATE):
-            state = {**state, PRIVATE: layout.pack(built.model.state_dict(), Kind.PRIVATE)}
-        info = {"steps": local.progress.steps, "complete": local.progress.complete}
-        return Done(update.groups, state, update.weight, update.metrics, info)
+
+    def _kept(self, work: Work) -> Vectors:
+        """The vectors that the algorithm keeps on this node."""
+        layout = self.layout
+        extents = self._algorithm.keeps(layout)
+        kept = {name: work.state[name] for name in extents if name in work.state}
+        if len(kept) < len(extents):
+            kept = dict(self._algorithm.begin(layout, work.vectors))
+        for name, extent in extents.items():
+            _fits(f"kept vector {name!r}", kept[name], layout.extent(extent)[0])
+        return kept
 
     def _evaluate(self, work: Work) -> Done:
         dataset, collate = self._split(work.split)
@@ -131,6 +139,11 @@ class LocalRunner:
             return Done(metrics={"examples": 0.0})
         self._load(work)
         model = self._built.model
+        if work.split != "central":
+            # A node judges the model that it would use itself.
+            own = self._algorithm.personal(self._local(work), work.vectors, self._kept(work))
+            if own is not work.vectors:
+                self._put(own)
         model.eval()
         read = batches.reader(dataset, collate, self._device)
         count = batches.length(dataset)
@@ -149,14 +162,18 @@ class LocalRunner:
         """Bring the model to the broadcast, with this node's own private tensors and new counters."""
         built, layout = self._built, self._built.layout
         state = built.model.state_dict()
-        for name, kind in ((MODEL, Kind.TRAINABLE), (STATISTIC, Kind.STATISTIC)):
-            size = layout.size(kind)
-            if size and name not in work.vectors:
-                raise UpdateError(f"the broadcast lacks {name!r}; it has {sorted(work.vectors)}")
-            if size:
-                layout.copy_into(state, work.vectors[name], kind)
+        self._put(work.vectors)
         layout.copy_into(state, work.state.get(PRIVATE, built.private), Kind.PRIVATE)
         layout.copy_into(state, built.counter, Kind.COUNTER)
+
+    def _put(self, vectors: Vectors) -> None:
+        layout, state = self.layout, self._built.model.state_dict()
+        for name, kind in ((MODEL, Kind.TRAINABLE), (STATISTIC, Kind.STATISTIC)):
+            size = layout.size(kind)
+            if size and name not in vectors:
+                raise UpdateError(f"the broadcast lacks {name!r}; it has {sorted(vectors)}")
+            if size:
+                layout.copy_into(state, vectors[name], kind)
 
     def _split(self, name: str) -> tuple[Dataset[Any] | None, batches.Collate | None]:
         if name == "train":
@@ -175,7 +192,7 @@ class LocalRunner:
             from fedward_common.privacy.dp_sgd import check_model
 
             check_model(model)
-        layout = Layout.of(model, kinds_of(self._task))
+        layout = layout_of(self._config.algorithm, self._task, model)
         state = model.state_dict()
         return _Built(
             model.to(self._device), layout, layout.pack(state, Kind.PRIVATE), layout.pack(state, Kind.COUNTER)

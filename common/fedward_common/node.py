@@ -167,7 +167,7 @@ class Participant:
         try:
             settle(self._store, included)
         except Refused:
-            if self._algorithm.keeps:
+            if self._algorithm.mirrored:
                 raise
             # Nothing here has a counterpart on the server, so a node that lost its state goes on: private
             # tensors as last committed, or as in the new model.
@@ -200,9 +200,8 @@ class Participant:
         return update, dict(done.info)
 
     def _gate(self, layout: Layout, update: Update, state: Vectors) -> None:
-        sends = self._algorithm.sends(layout)
-        shapes = {group: (layout.size(kind), layout.dtype(kind)) for group, kind in sends.items()}
-        kept = dict.fromkeys(self._algorithm.keeps, Kind.TRAINABLE)
+        shapes = {group: layout.extent(extent) for group, extent in self._algorithm.sends(layout).items()}
+        kept = dict(self._algorithm.keeps(layout))
         if layout.size(Kind.PRIVATE):
             kept[PRIVATE] = Kind.PRIVATE
         try:
@@ -211,8 +210,8 @@ class Participant:
                 raise UpdateError("the weight is not 1, though every node counts the same")
             if set(state) != set(kept):
                 raise UpdateError(f"kept vectors are {sorted(state)}, expected {sorted(kept)}")
-            for name, kind in kept.items():
-                check_vector(f"kept vector {name!r}", state[name], layout.size(kind), layout.dtype(kind))
+            for name, extent in kept.items():
+                check_vector(f"kept vector {name!r}", state[name], *layout.extent(extent))
         except UpdateError as error:
             raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
 

@@ -344,7 +344,7 @@ class SecureParticipant(Participant):
         summed = algorithm.summed(layout, self.config.local) if trains else {}
         weighs = trains and not self.config.uniform
         rules = (
-            ("groups", {g.name: g.length for g in shape.groups}, {g: layout.size(kind) for g, kind in summed.items()}),
+            ("groups", {g.name: g.length for g in shape.groups}, {g: layout.extent(e)[0] for g, e in summed.items()}),
             ("metrics", shape.metrics, self._metrics(shape, trains)),
             ("bits", shape.bits, self.config.secure_sum.bits),
             ("capacity", shape.capacity, n),

@@ -42,16 +42,24 @@ class Kind(StrEnum):
     """An integer buffer (`num_batches_tracked`): kept by each side, never averaged."""
     PRIVATE = "private"
     """Never leaves the node."""
+    FROZEN = "frozen"
+    """A parameter that nobody trains (a pre-trained base): the same on every side, never sent."""
+
+
+Extent = Kind | int
+"""How long a vector is: as the flat vector of a kind, or so many numbers."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a model: its state-dict name, shape, PyTorch dtype name and kind."""
+    """One tensor of a model: its state-dict name, shape, PyTorch dtype name and kind. value: SHA-256 of a frozen
+    tensor's bytes, hex, so that sides whose bases differ have different layouts; "" for other kinds."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     kind: Kind
+    value: str = ""
 
     @property
     def size(self) -> int:
@@ -74,7 +82,7 @@ class Layout:
         """
         patterns = {pattern: Kind(kind) for pattern, kind in (kinds or {}).items()}
         unmatched = set(patterns)
-        parameters = {name for name, p in model.named_parameters() if p.requires_grad}
+        parameters = {name: p.requires_grad for name, p in model.named_parameters()}
         specs = []
         seen: set[int] = set()
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -84,7 +92,7 @@ class Layout:
             seen.add(id(tensor))
             floating = tensor.is_floating_point()
             buffer = Kind.STATISTIC if floating else Kind.COUNTER
-            kind = Kind.TRAINABLE if name in parameters else buffer
+            kind = buffer if name not in parameters else Kind.TRAINABLE if parameters[name] else Kind.FROZEN
             for pattern, wanted in patterns.items():
                 if fnmatch.fnmatchcase(name, pattern):
                     unmatched.discard(pattern)
@@ -95,7 +103,7 @@ class Layout:
                     f"tensor {name!r} has dtype {tensor.dtype} but kind {kind.value!r}: only float tensors "
                     "can be averaged. Declare it 'counter' or 'private' in the task's tensor_kinds."
                 )
-            if kind is Kind.TRAINABLE and name not in parameters:
+            if kind is Kind.TRAINABLE and not parameters.get(name):
                 raise TaskError(
                     f"tensor {name!r} is declared 'trainable' but is no parameter with requires_grad=True: "
                     "no optimiser would move it. Make it such a parameter, or declare it 'statistic'."
@@ -105,8 +113,14 @@ class Layout:
                     f"tensor {name!r} has dtype {tensor.dtype} but kind 'counter', which is for integers: "
                     "declare it 'statistic' (averaged) or 'private' (stays on the node)."
                 )
+            if kind is Kind.FROZEN and parameters.get(name):
+                raise TaskError(
+                    f"tensor {name!r} is declared 'frozen' but has requires_grad=True: the optimiser would move it. "
+                    "Call requires_grad_(False) on it in model(), or declare it 'trainable' or 'private'."
+                )
             dtype = str(tensor.dtype).removeprefix("torch.")
-            specs.append(TensorSpec(name, tuple(tensor.shape), dtype, kind))
+            value = _sha256(tensor) if kind is Kind.FROZEN else ""
+            specs.append(TensorSpec(name, tuple(tensor.shape), dtype, kind, value))
         if unmatched:
             raise TaskError(
                 f"tensor_kinds has patterns that match no tensor: {sorted(unmatched)}. "
@@ -123,6 +137,10 @@ class Layout:
     def size(self, kind: Kind) -> int:
         """Elements in the flat vector of `kind`."""
         return sum(spec.size for spec in self.of_kind(kind))
+
+    def extent(self, what: Extent) -> tuple[int, np.dtype[Any]]:
+        """Length and dtype of a vector: those of a kind's flat vector, or so many float64."""
+        return (what, np.dtype(np.float64)) if isinstance(what, int) else (self.size(what), self.dtype(what))
 
     def dtype(self, kind: Kind) -> np.dtype[Any]:
         """dtype of the flat vector of `kind`: int64 for counters, float64 if any tensor of it needs that
@@ -190,13 +208,13 @@ class Layout:
 
     def to_json(self) -> str:
         """Canonical JSON: equal layouts give equal text."""
-        rows = [[s.name, list(s.shape), s.dtype, s.kind.value] for s in self.tensors]
+        rows = [[s.name, list(s.shape), s.dtype, s.kind.value] + [s.value] * bool(s.value) for s in self.tensors]
         return json.dumps(rows, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
         """The inverse of `to_json`."""
-        return cls(tuple(TensorSpec(n, tuple(s), d, Kind(k)) for n, s, d, k in json.loads(text)))
+        return cls(tuple(TensorSpec(n, tuple(s), d, Kind(k), *v) for n, s, d, k, *v in json.loads(text)))
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON, hex: server and node compare it before the first round."""
@@ -262,10 +280,12 @@ def _finite(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def kinds_of(task: object) -> Mapping[str, Kind | str]:
-    """The task's optional `tensor_kinds` attribute (shell pattern -> kind)."""
-    kinds: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})
-    return kinds
+def _sha256(tensor: torch.Tensor) -> str:
+    import torch
+
+    # By way of bytes, since NumPy lacks some dtypes; a 0-d tensor has no other view of them.
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().data).hexdigest()
 
 
 def names(specs: Sequence[TensorSpec]) -> list[str]:

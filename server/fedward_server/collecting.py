@@ -102,7 +102,7 @@ class PlainCollector:
         self, now: Checkpoint, requests: Mapping[str, Request], others: Mapping[str, Request], note: Note, quorum: int
     ) -> Gathered:
         sends = self.algorithm.sends(self.layout)
-        shapes = {group: (self.layout.size(kind), self.layout.dtype(kind)) for group, kind in sends.items()}
+        shapes = {group: self.layout.extent(extent) for group, extent in sends.items()}
         gathering = Gathering(requests, shapes, self.config.cohort.max_weight)
         gathering.run(self.transport, Deadline(self.clock, self.config.cohort.deadline), others, note)
         if len(gathering.replies) < quorum:
@@ -166,7 +166,7 @@ class SecureCollector:
     ) -> Gathered:
         spend = self._spending(requests)
         summed = self.algorithm.summed(self.layout, self.config.local)
-        lengths = {group: self.layout.size(kind) for group, kind in summed.items()}
+        lengths = {group: self.layout.extent(extent)[0] for group, extent in summed.items()}
         scales = now.scales or self._first_scales(requests, lengths, quorum)
         # A model is evaluated with the first training that starts from it.
         evaluates = now.round > 0 and evaluation.due(self.config.evaluation, now.round, self.config.rounds)

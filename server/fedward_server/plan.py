@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedward_common.algorithms.registry import build, build_sum
+from fedward_common.algorithms.registry import build, build_sum, layout_of
 from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, TaskError
@@ -23,7 +23,7 @@ from fedward_common.privacy.cost import check_layout, multiplier, round_cost
 from fedward_common.secagg.graph import Parameters
 from fedward_common.secagg.packing import packed_size
 from fedward_common.task import Task, load_task
-from fedward_common.update import Kind, Layout, Vectors, kinds_of
+from fedward_common.update import Kind, Vectors
 from fedward_common.work import Work
 
 from fedward_server.taskhost import load_vectors
@@ -122,7 +122,7 @@ def _check_initial(config: RunConfig, project: Path) -> None:
             f"initial_model = {config.initial_model!r}: no such file in {project}. Correct the path, or remove the key."
         )
     task = open_task(config, project)
-    load_vectors(Layout.of(task.model(), kinds_of(task)), path, {})
+    load_vectors(layout_of(config.algorithm, task, task.model()), path, {})
 
 
 def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str, Any] | None) -> Forecast:
@@ -132,9 +132,9 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
     import torch
 
     torch.manual_seed(config.seed)
-    layout = Layout.of(task.model(), kinds_of(task))
-    algorithm = build(config.algorithm)
     model = task.model()
+    layout = layout_of(config.algorithm, task, model)
+    algorithm = build(config.algorithm)
     start: Vectors = {
         name: layout.pack(model.state_dict(), kind)
         for name, kind in (("model", Kind.TRAINABLE), ("statistic", Kind.STATISTIC))
@@ -143,12 +143,13 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
     # The last round's broadcast: a warm start sends less before.
     broadcast = algorithm.broadcast(replace(algorithm.initial(layout, start), round=config.rounds))
     cohort = min(nodes, config.cohort.size or nodes)
-    up = sum(layout.size(kind) * layout.dtype(kind).itemsize for kind in algorithm.sends(layout).values())
+    extents = map(layout.extent, algorithm.sends(layout).values())
+    up = sum(length * dtype.itemsize for length, dtype in extents)
     parameters = None
     if config.secure_sum.enabled:
         parameters = config.secure_sum.parameters(cohort)
         summed = build_sum(config.algorithm).summed(layout, config.local)
-        length = sum(layout.size(kind) for kind in summed.values())
+        length = sum(layout.extent(extent)[0] for extent in summed.values())
         up = packed_size(site.padded(config, length), config.secure_sum.bits)
     result = Forecast(
         parameters=layout.size(Kind.TRAINABLE),
@@ -224,7 +225,7 @@ def _check_private(config: RunConfig, project: Path) -> None:
         from fedward_common.privacy.dp_sgd import check_model
 
         check_model(model)
-    layout = Layout.of(model, kinds_of(task))
+    layout = layout_of(config.algorithm, task, model)
     check_layout(layout)
     round_cost(config, layout.size(Kind.TRAINABLE), site.planned(config))
 

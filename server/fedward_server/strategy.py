@@ -13,12 +13,12 @@ from typing import NoReturn
 
 import numpy as np
 from fedward_common.algorithms.base import MODEL, STATISTIC
-from fedward_common.algorithms.registry import build_sum
+from fedward_common.algorithms.registry import build_sum, layout_of
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, FedwardError
 from fedward_common.messages import Reply, Request
 from fedward_common.task import Task
-from fedward_common.update import Kind, Layout, Vector, Vectors, kinds_of
+from fedward_common.update import Kind, Layout, Vector, Vectors
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -49,7 +49,7 @@ class Fedward(Strategy):
                 "of Flower's own strategies in fedward_server.secure_sum.SecureSum."
             )
         self._config = config
-        self._layout = Layout.of(task.model(), kinds_of(task))
+        self._layout = layout_of(config.algorithm, task, task.model())
         self._work_dir = work_dir
         self._epoch = epoch
 

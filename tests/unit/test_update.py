@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -69,8 +71,31 @@ def test_kinds_by_default():
         "norm.running_var": "statistic",
         "norm.num_batches_tracked": "counter",
         "b.weight": "trainable",
-        "b.bias": "statistic",
+        "b.bias": "frozen",
     }
+
+
+def test_frozen_tensors_are_part_of_the_layout_by_their_values():
+    torch.manual_seed(0)
+    model = Mixed()
+    layout = Layout.of(model)
+    bias = next(spec for spec in layout.tensors if spec.name == "b.bias")
+    assert bias.value == hashlib.sha256(model.b.bias.detach().numpy().tobytes()).hexdigest()
+    assert Layout.from_json(layout.to_json()) == layout
+    assert layout.size(Kind.STATISTIC) == 6
+    with torch.no_grad():
+        model.a.bias += 1
+    assert Layout.of(model).digest() == layout.digest()
+    with torch.no_grad():
+        model.b.bias += 1
+    assert Layout.of(model).digest() != layout.digest()
+    model.a.register_parameter("scale", nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16), requires_grad=False))
+    assert sum(bool(spec.value) for spec in Layout.of(model).tensors) == 2
+
+
+def test_a_tensor_that_the_optimiser_moves_cannot_be_frozen():
+    with pytest.raises(TaskError, match=r"'b\.weight' is declared 'frozen' but has requires_grad=True"):
+        Layout.of(Mixed(), {"b.weight": "frozen"})
 
 
 def test_patterns_change_kinds_first_match_wins():
@@ -116,7 +141,7 @@ def test_pack_and_load_are_inverse_for_every_kind():
     with torch.no_grad():
         source.norm.num_batches_tracked.add_(2**40 + 1)
     layout = Layout.of(source)
-    for kind in (Kind.TRAINABLE, Kind.STATISTIC, Kind.COUNTER):
+    for kind in (Kind.TRAINABLE, Kind.STATISTIC, Kind.COUNTER, Kind.FROZEN):
         vector = layout.pack(source.state_dict(), kind)
         assert vector.dtype == layout.dtype(kind)
         frozen = np.frombuffer(vector.tobytes(), vector.dtype)

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from fedward_common.update import Kind, Layout, Update, Vector, Vectors
+from fedward_common.update import Extent, Kind, Layout, Update, Vector, Vectors
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fedward_common.algorithms.local_options import LocalOptions
     from fedward_common.algorithms.node_half import Local
 
@@ -36,6 +38,13 @@ class AlgorithmOptions(BaseModel):
 
     def check(self, local: LocalOptions) -> str | None:
         """Why these settings cannot work with that local training (with the way out), or None."""
+        return None
+
+    def check_privacy(self, unit: str) -> str | None:
+        """Why these settings have no sound privacy by that unit ("record" | "patient" | "site"), or None.
+
+        By record and by patient the gradients of the steps of `train` are private, and what follows from them; by site
+        the group "delta" is, and a run may have no other."""
         return None
 
 
@@ -109,14 +118,23 @@ class Algorithm(ABC, Generic[O]):
     Options: ClassVar[type[AlgorithmOptions]]
     uniform: ClassVar[bool] = False
     """True: every update counts the same. False: weighted by the node's number of examples."""
-    keeps: ClassVar[tuple[str, ...]] = ()
-    """Names of the vectors a node keeps between rounds (c_i, h_i …); all start at zero, length d, model
-    dtype."""
+    mirrored: ClassVar[bool] = False
+    """True: the server holds a counterpart of what nodes keep (c of the c_i), so that a node which lost it may not go
+    on as if it were new."""
     neutral: ClassVar[Mapping[str, Any] | None] = None
     """Options at which one round from the initial state does what FedAvg does, None if there are none."""
 
     def __init__(self, options: O) -> None:
         self.options = options
+
+    def kinds(self, model: nn.Module) -> Mapping[str, Kind]:
+        """Tensors of the task's model that this algorithm treats as another kind, by name or shell pattern; they go
+        before the task's own `tensor_kinds`."""
+        return {}
+
+    def check_layout(self, layout: Layout) -> str | None:
+        """Why this algorithm cannot work with a model of that layout (with the way out), or None."""
+        return None
 
     def initial(self, layout: Layout, vectors: Vectors) -> ServerState:
         """Round 0 from the initial model ("model", "statistic"); algorithms add their own vectors."""
@@ -126,9 +144,18 @@ class Algorithm(ABC, Generic[O]):
         """What every node of the cohort receives; "model" and "statistic" by default."""
         return {name: server.vectors[name] for name in (MODEL, STATISTIC) if name in server.vectors}
 
-    def sends(self, layout: Layout) -> Mapping[str, Kind]:
-        """The groups of this algorithm's updates, each with the kind whose flat length and dtype it has."""
-        groups = {DELTA: Kind.TRAINABLE}
+    def keeps(self, layout: Layout) -> Mapping[str, Extent]:
+        """The vectors that a node keeps between rounds (c_i, h_i, its personal model …)."""
+        return {}
+
+    def begin(self, layout: Layout, message: Vectors) -> Vectors:
+        """What a node keeps before its first training of a run: zeros. message: that training's broadcast."""
+        extents = {name: layout.extent(extent) for name, extent in self.keeps(layout).items()}
+        return {name: np.zeros(length, dtype) for name, (length, dtype) in extents.items()}
+
+    def sends(self, layout: Layout) -> Mapping[str, Extent]:
+        """The groups of this algorithm's updates, each with its length and dtype."""
+        groups: dict[str, Extent] = {DELTA: Kind.TRAINABLE}
         if layout.size(Kind.STATISTIC):
             groups[STATISTIC] = Kind.STATISTIC
         return groups
@@ -142,11 +169,17 @@ class Algorithm(ABC, Generic[O]):
         update's weight is 1 if `uniform`, else the number of examples. Group "statistic" holds the change
         of the float buffers, as "delta" holds the change of the parameters."""
 
+    def personal(self, local: Local, message: Vectors, state: Vectors) -> Vectors:
+        """The model ("model", "statistic" if any) that a node with these kept vectors would use itself: what its own
+        evaluations judge. The broadcast model by default. `local.model` holds the node's private tensors, which may
+        be changed for this evaluation."""
+        return message
+
 
 class SumAlgorithm(Algorithm[O]):
     """The server needs a (weighted) mean only: runs under secure aggregation by construction."""
 
-    def summed(self, layout: Layout, local: LocalOptions) -> Mapping[str, Kind]:
+    def summed(self, layout: Layout, local: LocalOptions) -> Mapping[str, Extent]:
         """The groups of `sends` that a secure sum has to carry: what follows from the others' mean need not travel
         (nor be released a second time). Where there is such a group, every node must do all its steps."""
         return self.sends(layout)

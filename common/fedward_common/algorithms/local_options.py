@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedward_common.algorithms.schedule import Schedule
+
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -15,6 +17,7 @@ class LocalOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     lr: Positive = Field(description="client learning rate η")
+    schedule: Schedule | None = Field(default=None, description="how η moves; without the table it stays")
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
     batch_size: int = Field(default=32, ge=1)
@@ -31,12 +34,18 @@ class LocalOptions(BaseModel):
             raise ValueError("give exactly one of local.steps (equal K on every node) and local.epochs")
         return self
 
+    def rate(self, round_: int, step: int) -> float:
+        """η of a step (from 0) of a round (from 1)."""
+        if self.schedule is None:
+            return self.lr
+        return self.lr * self.schedule.factor(round_ - 1 if self.schedule.by == "round" else step)
 
-def mass(options: LocalOptions) -> float:
-    """`Trained.mass` of a training that does all of its `options.steps`."""
+
+def mass(options: LocalOptions, round_: int) -> float:
+    """`Trained.mass` of that round's training, if it does all of its `options.steps`."""
     assert options.steps is not None
     total, weight = 0.0, 0.0
-    for _ in range(options.steps):
+    for step in range(options.steps):
         weight = options.momentum * weight + 1.0
-        total += options.lr * weight
+        total += options.rate(round_, step) * weight
     return total

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from fedward_common.batches import Batch
     from fedward_common.privacy.sampled import SampledSteps
     from fedward_common.task import Data, Task
 
@@ -56,10 +57,14 @@ class Local:
 
 
 class Hook:
-    """Called by `train` without gradient recording; an algorithm overrides what it needs.
+    """Called by `train`, all but `loss` without gradient recording; an algorithm overrides what it needs.
 
     parameters: the trainable tensors in the layout's order, so that `tensors(local, vector)` matches them
     one by one. Gradients may be changed in place."""
+
+    def loss(self, model: nn.Module, batch: Batch, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to step on, from the task's; with gradient recording on. Private steps take the task's loss."""
+        return loss
 
     def before_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """After the backward pass (and `max_grad_norm`), before the optimiser's step, so that corrections

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions, SumAlgorithm
 from fedward_common.algorithms.fedavg import FedAvg
 from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from fedward_common.algorithms.fedprox import FedProx
 from fedward_common.algorithms.scaffold import Scaffold
-from fedward_common.errors import ConfigError
+from fedward_common.errors import ConfigError, TaskError
+from fedward_common.update import Kind, Layout
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "fedavg": FedAvg,
@@ -38,6 +43,19 @@ def parse_options(value: Any) -> AlgorithmOptions:
 def build(options: AlgorithmOptions) -> Algorithm[Any]:
     """The algorithm with these options."""
     return ALGORITHMS[options.name](options)
+
+
+def layout_of(options: AlgorithmOptions, task: object, model: nn.Module) -> Layout:
+    """The layout of the task's model as the algorithm sees it: its own kinds first, then the task's `tensor_kinds`
+    (shell pattern -> kind). Raises `TaskError`, also if the algorithm cannot work with such a model."""
+    algorithm = build(options)
+    own: Mapping[str, Kind | str] = algorithm.kinds(model)
+    named: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})
+    layout = Layout.of(model, {**own, **{pattern: kind for pattern, kind in named.items() if pattern not in own}})
+    problem = algorithm.check_layout(layout)
+    if problem:
+        raise TaskError(problem)
+    return layout
 
 
 def build_sum(options: AlgorithmOptions) -> SumAlgorithm[Any]:

@@ -21,7 +21,7 @@ from fedward_common.algorithms.base import (
 from fedward_common.algorithms.fedavg import ServerLR, advanced, changes
 from fedward_common.algorithms.local_options import LocalOptions, mass
 from fedward_common.algorithms.node_half import Hook, Local, gradients, tensors
-from fedward_common.update import Kind, Layout, Update, Vectors
+from fedward_common.update import Extent, Kind, Layout, Update, Vectors
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,20 @@ class ScaffoldOptions(AlgorithmOptions):
             )
         return None
 
+    def check_privacy(self, unit: str) -> str | None:
+        if unit == "site":
+            return (
+                "algorithm.name = 'scaffold' with privacy.unit = 'site': a node's control variate follows from its "
+                "whole update, the server's from the clipped ones, and their means would part. Choose fedavg, fedprox "
+                "or a server optimiser, or remove [privacy]."
+            )
+        if self.option == "I":
+            return (
+                f"algorithm.option = 'I' with privacy.unit = '{unit}': its control variate is a gradient over all "
+                "records, without noise. Choose option 'II', whose control variate follows from the noised steps."
+            )
+        return None
+
 
 class Scaffold(SumAlgorithm[ScaffoldOptions]):
     """Karimireddy et al. 2020 (ICML), Alg. 1; c and c_i have the sign of a gradient. Every node counts
@@ -66,7 +80,7 @@ class Scaffold(SumAlgorithm[ScaffoldOptions]):
 
     Options = ScaffoldOptions
     uniform = True
-    keeps = (NODE_CONTROL,)
+    mirrored = True
     neutral: ClassVar[Mapping[str, Any]] = {"warm_start_rounds": 1}
 
     def initial(self, layout: Layout, vectors: Vectors) -> ServerState:
@@ -79,10 +93,13 @@ class Scaffold(SumAlgorithm[ScaffoldOptions]):
             message[CONTROL] = server.vectors[CONTROL]
         return message
 
-    def sends(self, layout: Layout) -> Mapping[str, Kind]:
+    def keeps(self, layout: Layout) -> Mapping[str, Extent]:
+        return {NODE_CONTROL: Kind.TRAINABLE}
+
+    def sends(self, layout: Layout) -> Mapping[str, Extent]:
         return {**super().sends(layout), DELTA_CONTROL: Kind.TRAINABLE}
 
-    def summed(self, layout: Layout, local: LocalOptions) -> Mapping[str, Kind]:
+    def summed(self, layout: Layout, local: LocalOptions) -> Mapping[str, Extent]:
         return super().sends(layout) if self._follows(local) else self.sends(layout)
 
     def _follows(self, local: LocalOptions) -> bool:
@@ -95,7 +112,7 @@ class Scaffold(SumAlgorithm[ScaffoldOptions]):
         delta_c = np.zeros_like(mean.groups[DELTA])
         if server.round >= self.options.warm_start_rounds:
             delta_c -= server.vectors[CONTROL]
-            delta_c -= mean.groups[DELTA] / mass(local)
+            delta_c -= mean.groups[DELTA] / mass(local, server.round + 1)
         return replace(mean, groups={**mean.groups, DELTA_CONTROL: delta_c})
 
     def client(self, local: Local, message: Vectors, state: Vectors) -> tuple[Update, Vectors]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -20,9 +20,24 @@ from fedward_common.algorithms.node_half import Hook, Local, Trained, gradients
 from fedward_common.errors import TaskError
 from fedward_common.update import Kind, Vector, Vectors
 
+Gradients = Callable[[Local, Sequence[nn.Parameter], dict[str, float]], Generator[None, None, None]]
+"""Makes a generator that leaves one gradient after another in the parameters; the metrics are complete once it is
+closed."""
 
-def train(local: Local, start: Vectors, hooks: Sequence[Hook] = ()) -> Trained:
+
+def train(
+    local: Local,
+    start: Vectors,
+    hooks: Sequence[Hook] = (),
+    *,
+    moves: Collection[Kind] = (Kind.TRAINABLE, Kind.PRIVATE),
+    steps: int | None = None,
+    source: Gradients | None = None,
+) -> Trained:
     """Run local SGD from `start` ("model", "statistic" if the model has float buffers).
+
+    moves: kinds of the parameters that are trained; the others stay. steps: instead of what `local` plans. source:
+    makes the gradients instead of the task's loss over a batch; not with privacy by record or patient.
 
     Each pass over the data takes a new seeded permutation and drops nothing; `steps` longer than a pass
     go on with the next one. With a limit of time (`local.seconds`, `options.max_seconds`) it stops after
@@ -35,13 +50,13 @@ def train(local: Local, start: Vectors, hooks: Sequence[Hook] = ()) -> Trained:
     limits = [limit for limit in (local.seconds, options.max_seconds) if limit is not None]
     deadline = time.monotonic() + min(limits) if limits else math.inf
     seed_all(local.seed, local.device)
-    tensors_of = _Tensors(local)
+    tensors_of = _Tensors(local, moves)
     tensors_of.load(start)
     parameters, corrected = tensors_of.optimised, tensors_of.trainable
-    optimiser = _SGD(parameters, options)
+    optimiser = _SGD(parameters, options, local.round)
     metrics: dict[str, float] = {}
-    steps, planned = 0, _planned(local)
-    with closing(_gradients(local, parameters, metrics)) as ready:
+    done, planned = 0, steps or _planned(local)
+    with closing(_gradients(local, parameters, metrics, hooks, source)) as ready:
         for _ in ready:
             with torch.no_grad():
                 if options.max_grad_norm is not None:
@@ -51,8 +66,8 @@ def train(local: Local, start: Vectors, hooks: Sequence[Hook] = ()) -> Trained:
                 optimiser.step()
                 for hook in hooks:
                     hook.after_step(model, corrected)
-            steps += 1
-            if steps == planned or time.monotonic() >= deadline:
+            done += 1
+            if done == planned or time.monotonic() >= deadline:
                 break
     with torch.no_grad():
         for hook in hooks:
@@ -60,13 +75,13 @@ def train(local: Local, start: Vectors, hooks: Sequence[Hook] = ()) -> Trained:
     for parameter in parameters:
         parameter.grad = None
 
-    local.progress.steps += steps
-    local.progress.complete &= steps == planned
+    local.progress.steps += done
+    local.progress.complete &= done == planned
     return Trained(
         vectors=tensors_of.vectors(),
-        steps=steps,
+        steps=done,
         mass=optimiser.mass,
-        complete=steps == planned,
+        complete=done == planned,
         metrics=metrics,
     )
 
@@ -80,28 +95,40 @@ def _planned(local: Local) -> int:
 
 
 def _gradients(
-    local: Local, parameters: Sequence[nn.Parameter], metrics: dict[str, float]
+    local: Local,
+    parameters: Sequence[nn.Parameter],
+    metrics: dict[str, float],
+    hooks: Sequence[Hook],
+    source: Gradients | None,
 ) -> Generator[None, None, None]:
-    """Leaves one gradient after another in `parameters`, without end; `metrics` are complete once it is closed."""
     if local.private is not None:
+        if source is not None or any(type(hook).loss is not Hook.loss for hook in hooks):
+            # Refused when the run is submitted (`check_privacy`); this is for an algorithm that forgot to.
+            raise TaskError("this algorithm's steps have no privacy by record or by patient")
         from fedward_common.privacy.dp_sgd import private_steps
 
         return private_steps(local, parameters, local.private)
-    return _plain_steps(local, parameters, metrics)
+    if source is not None:
+        return source(local, parameters, metrics)
+    return _plain_steps(local, parameters, metrics, hooks)
 
 
 def _plain_steps(
-    local: Local, parameters: Sequence[nn.Parameter], metrics: dict[str, float]
+    local: Local, parameters: Sequence[nn.Parameter], metrics: dict[str, float], hooks: Sequence[Hook]
 ) -> Generator[None, None, None]:
     model, count, size = local.model, local.examples, local.options.batch_size
     read = batches.reader(local.data.train, local.data.collate, local.device)
     _train_mode(model, count, size)
     losses: list[torch.Tensor] = []
     sizes: list[int] = []
+    adding = [hook for hook in hooks if type(hook).loss is not Hook.loss]
     try:
         for indices in batches.shuffled(count, size, torch.Generator().manual_seed(local.seed)):
-            loss = checked_loss(local.task.loss(model, read(indices)))
-            _backward(loss, parameters)
+            batch = read(indices)
+            loss = whole = checked_loss(local.task.loss(model, batch))
+            for hook in adding:
+                whole = hook.loss(model, batch, whole)
+            backward(whole, parameters)
             losses.append(loss.detach())
             sizes.append(len(indices))
             yield
@@ -128,7 +155,7 @@ def gradient(local: Local, at: Vectors) -> Vector:
     total: list[torch.Tensor] | None = None
     for indices in batches.split(torch.arange(count), local.options.batch_size):
         loss = checked_loss(local.task.loss(model, read(indices)))
-        _backward(loss * (len(indices) / count), tensors_of.trainable)
+        backward(loss * (len(indices) / count), tensors_of.trainable)
         grads = gradients(tensors_of.trainable)
         if total is None:
             total = grads
@@ -180,12 +207,13 @@ class _Tensors:
     `optimised`: every parameter with a gradient, private ones too. `trainable`: those that are sent.
     """
 
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: Local, moves: Collection[Kind] = (Kind.TRAINABLE, Kind.PRIVATE)) -> None:
         self._layout = local.layout
         self._state = local.model.state_dict(keep_vars=True)
         self.trainable_names = [spec.name for spec in local.layout.of_kind(Kind.TRAINABLE)]
         self.trainable: list[nn.Parameter] = [self._state[name] for name in self.trainable_names]
-        self.optimised = [parameter for parameter in local.model.parameters() if parameter.requires_grad]
+        moved = {id(self._state[spec.name]) for spec in local.layout.tensors if spec.kind in moves}
+        self.optimised = [p for p in local.model.parameters() if p.requires_grad and id(p) in moved]
         self._sent = {MODEL: Kind.TRAINABLE}
         if local.layout.size(Kind.STATISTIC):
             self._sent[STATISTIC] = Kind.STATISTIC
@@ -201,11 +229,13 @@ class _Tensors:
 class _SGD:
     """torch.optim.SGD's arithmetic, bit for bit, without its bookkeeping a step; counts the mass."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], options: LocalOptions) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], options: LocalOptions, round_: int) -> None:
         self._parameters: list[torch.Tensor] = list(parameters)
         self._options = options
         self._buffers: list[torch.Tensor] | None = None
         self._weight = 0.0
+        self._round = round_
+        self._step = 0
         self.mass = 0.0
 
     def step(self) -> None:
@@ -220,12 +250,14 @@ class _SGD:
                 torch._foreach_mul_(self._buffers, options.momentum)
                 torch._foreach_add_(self._buffers, moves)
             moves = self._buffers
-        torch._foreach_add_(self._parameters, moves, alpha=-options.lr)
+        rate = options.rate(self._round, self._step)
+        torch._foreach_add_(self._parameters, moves, alpha=-rate)
         self._weight = options.momentum * self._weight + 1.0
-        self.mass += options.lr * self._weight
+        self._step += 1
+        self.mass += rate * self._weight
 
 
-def _backward(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
+def backward(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
     """Fresh gradients of `loss` in all of `parameters`: zeros where it does not depend on one, dense
     throughout."""
     for parameter in parameters:

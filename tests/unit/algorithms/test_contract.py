@@ -42,13 +42,13 @@ def test_unknown_option_is_refused(name):
 def test_updates_pass_the_gate_and_carry_what_is_declared(name):
     fed = federation(name)
     sends = fed.algorithm.sends(fed.layout)
-    shapes = {group: (fed.layout.size(kind), fed.layout.dtype(kind)) for group, kind in sends.items()}
+    shapes = {group: fed.layout.extent(extent) for group, extent in sends.items()}
     for reply in fed.round():
         check_update(Update(reply.vectors, reply.weight, reply.metrics), shapes, 1e7)
         assert reply.weight == (1 if fed.algorithm.uniform else 8)
         assert reply.metrics["examples"] == 12
     for node in fed.nodes:
-        assert set(fed.kept(node)) == set(fed.algorithm.keeps)
+        assert set(fed.kept(node)) == set(fed.algorithm.keeps(fed.layout))
 
 
 def test_neutral_settings_are_fedavg(name):
@@ -123,7 +123,7 @@ def test_server_half_is_pure_and_keeps_dtypes(name):
 def test_a_zero_update_is_fine(name):
     fed = federation(name)
     sends = fed.algorithm.sends(fed.layout)
-    zero = Update({group: np.zeros(fed.layout.size(kind)) for group, kind in sends.items()}, 1.0)
+    zero = Update({group: np.zeros(fed.layout.extent(extent)[0]) for group, extent in sends.items()}, 1.0)
     after = fed.algorithm.server(fed.state, zero, Cohort(1, 3, 3, 3))
     assert after.round == 1
     np.testing.assert_array_equal(after.model, fed.state.model)

@@ -339,3 +339,42 @@ def test_a_wrong_loss_is_explained(loss, message):
 def test_one_length_is_asked_for(table):
     with pytest.raises(ValueError, match="exactly one"):
         LocalOptions(lr=0.1, **table)
+
+
+class Halved(Hook):
+    def loss(self, model, batch, loss):
+        return loss / 2
+
+
+def test_a_hook_may_change_the_loss_but_not_what_is_told_of_it():
+    task, data = Classes(), points(10)
+    plain, halved = local(task, data, lr=0.05, steps=4), local(task, data, lr=0.1, steps=4)
+    one, two = train(plain, start(plain)), train(halved, start(halved), (Halved(),))
+    np.testing.assert_allclose(one.vectors["model"], two.vectors["model"], rtol=1e-5, atol=1e-7)
+    assert one.metrics == pytest.approx(two.metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("moved", [Kind.PRIVATE, Kind.TRAINABLE])
+def test_only_the_kinds_that_are_to_move_do(moved):
+    task, data = Classes(kinds={"head.*": "private"}), points(10)
+    own = local(task, data, steps=9)
+    kinds = (Kind.PRIVATE, Kind.TRAINABLE)
+    before = {kind: own.layout.pack(own.model.state_dict(), kind) for kind in kinds}
+    trained = train(own, start(own), moves=(moved,), steps=2)
+    assert trained.steps == 2
+    for kind in kinds:
+        changed = not np.array_equal(own.layout.pack(own.model.state_dict(), kind), before[kind])
+        assert changed == (kind is moved)
+
+
+def test_a_source_of_gradients_takes_the_place_of_the_loss():
+    own = local(Quadratic(), TensorDataset(torch.ones(1, 1).double(), torch.ones(1, 1).double()), steps=3)
+
+    def threes(local, parameters, metrics):
+        while True:
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 3.0)
+            yield
+
+    trained = train(own, start(own), source=threes)
+    np.testing.assert_allclose(trained.vectors["model"], -0.9)
