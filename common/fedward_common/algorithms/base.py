@@ -48,6 +48,16 @@ class AlgorithmOptions(BaseModel):
         return None
 
 
+def only_by_site(name: str, unit: str, why: str) -> str | None:
+    """For `check_privacy`: None by site, else that `why` leaves an algorithm without privacy by record or patient."""
+    if unit == "site":
+        return None
+    return (
+        f"algorithm.name = '{name}' with privacy.unit = '{unit}': {why}. Choose privacy.unit = 'site' or another "
+        "algorithm (fedavg, fedper, ditto), or remove [privacy]."
+    )
+
+
 @dataclass(frozen=True)
 class ServerState:
     """All that the server carries from round to round. `vectors` holds "model", "statistic" (if any) and
@@ -136,6 +146,10 @@ class Algorithm(ABC, Generic[O]):
         """Why this algorithm cannot work with a model of that layout (with the way out), or None."""
         return None
 
+    def check_task(self, task: object) -> str | None:
+        """Why this algorithm cannot work with that task (with the way out), or None."""
+        return None
+
     def initial(self, layout: Layout, vectors: Vectors) -> ServerState:
         """Round 0 from the initial model ("model", "statistic"); algorithms add their own vectors."""
         return ServerState(vectors=dict(vectors))
@@ -149,7 +163,8 @@ class Algorithm(ABC, Generic[O]):
         return {}
 
     def begin(self, layout: Layout, message: Vectors) -> Vectors:
-        """What a node keeps before its first training of a run: zeros. message: that training's broadcast."""
+        """What a node keeps before its first training of a run: zeros. message: that training's broadcast, and as
+        "private" the node's private tensors."""
         extents = {name: layout.extent(extent) for name, extent in self.keeps(layout).items()}
         return {name: np.zeros(length, dtype) for name, (length, dtype) in extents.items()}
 
