@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions, SumAlgorithm
+from fedward_common.algorithms.ditto import Ditto
 from fedward_common.algorithms.fedavg import FedAvg
+from fedward_common.algorithms.fedbn import FedBN
 from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from fedward_common.algorithms.fedper import FedPer
+from fedward_common.algorithms.fedphp import FedPHP
 from fedward_common.algorithms.fedprox import FedProx
+from fedward_common.algorithms.fedrep import FedRep
+from fedward_common.algorithms.perfedavg import PerFedAvg
 from fedward_common.algorithms.scaffold import Scaffold
 from fedward_common.errors import ConfigError, TaskError
 from fedward_common.update import Kind, Layout
@@ -24,6 +30,12 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
     "fedadagrad": FedAdagrad,
+    "perfedavg": PerFedAvg,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedphp": FedPHP,
+    "ditto": Ditto,
+    "fedbn": FedBN,
 }
 
 
@@ -52,7 +64,7 @@ def layout_of(options: AlgorithmOptions, task: object, model: nn.Module) -> Layo
     own: Mapping[str, Kind | str] = algorithm.kinds(model)
     named: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})
     layout = Layout.of(model, {**own, **{pattern: kind for pattern, kind in named.items() if pattern not in own}})
-    problem = algorithm.check_layout(layout)
+    problem = algorithm.check_task(task) or algorithm.check_layout(layout)
     if problem:
         raise TaskError(problem)
     return layout

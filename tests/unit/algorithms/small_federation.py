@@ -91,6 +91,9 @@ class Classes:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
+    def logits(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0])
+
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).double().mean()}
 

@@ -14,13 +14,16 @@ from safetensors.numpy import load, save
 from small_federation import Classes, Federation, configure, mean
 
 LOCAL = {"lr": 0.1, "steps": 3, "batch_size": 4}
+NEEDED = {"fedper": {"head": ["head.*"]}, "fedrep": {"head": ["head.*"]}}
+"""Options without which an algorithm refuses the suite's task."""
 NODES = {f"n{i}": {"n": 8, "seed": i, "test": 5} for i in range(3)}
 
 pytestmark = pytest.mark.parametrize("name", sorted(ALGORITHMS))
 
 
 def federation(algorithm, nodes=NODES, task=None):
-    return Federation(configure(algorithm, LOCAL), task or Classes(), nodes)
+    table = {"name": algorithm, **NEEDED.get(algorithm, {})} if isinstance(algorithm, str) else algorithm
+    return Federation(configure(table, LOCAL), task or Classes(), nodes)
 
 
 def test_options_name_the_algorithm_and_survive_json(name):
@@ -47,8 +50,9 @@ def test_updates_pass_the_gate_and_carry_what_is_declared(name):
         check_update(Update(reply.vectors, reply.weight, reply.metrics), shapes, 1e7)
         assert reply.weight == (1 if fed.algorithm.uniform else 8)
         assert reply.metrics["examples"] == 12
+    private = {"private"} if fed.layout.size(Kind.PRIVATE) else set()
     for node in fed.nodes:
-        assert set(fed.kept(node)) == set(fed.algorithm.keeps(fed.layout))
+        assert set(fed.kept(node)) == set(fed.algorithm.keeps(fed.layout)) | private
 
 
 def test_neutral_settings_are_fedavg(name):
@@ -73,6 +77,8 @@ def test_a_node_with_one_example_takes_part(name):
 def test_batch_norm_buffers_are_averaged_plainly(name):
     """The new float buffers are the mean of the nodes' buffers, whatever else the algorithm does."""
     fed = federation(name)
+    if not fed.layout.size(Kind.STATISTIC):
+        pytest.skip("it keeps batch norm private")
     for _ in range(3):
         before = fed.state.vectors["statistic"].astype(np.float64)
         replies = fed.round()
@@ -85,7 +91,7 @@ def test_batch_norm_buffers_are_averaged_plainly(name):
 def test_counters_are_neither_sent_nor_averaged(name):
     fed = federation(name)
     counters = {spec.name for spec in fed.layout.of_kind(Kind.COUNTER)}
-    assert counters == {"norm.num_batches_tracked"}
+    assert counters == ({"norm.num_batches_tracked"} if fed.layout.size(Kind.STATISTIC) else set())
     for _ in range(2):
         for reply in fed.round():
             assert Kind.COUNTER not in set(fed.algorithm.sends(fed.layout).values())
@@ -147,7 +153,7 @@ def test_private_tensors_stay(name):
     task = Classes(kinds={"head.*": "private"})
     fed = federation(name, task=task)
     private = fed.layout.size(Kind.PRIVATE)
-    assert private == 6 * 3 + 3
+    assert private >= 6 * 3 + 3
     fed.round()
     first = {node: fed.kept(node)["private"].copy() for node in fed.nodes}
     for reply in fed.round():
