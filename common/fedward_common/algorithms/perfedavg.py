@@ -114,6 +114,9 @@ def hessian_product(
     Raises `TaskError` if an operation in `loss` has no second derivative."""
     import torch
 
+    once = _differentiable_once(loss)
+    if once is not None:
+        raise TaskError(_NO_SECOND.format(f"{once} is marked with @once_differentiable"))
     try:
         first = torch.autograd.grad(loss, at, create_graph=True, allow_unused=True)
         pairs = [(g, v) for g, v in zip(first, vector, strict=True) if g is not None and g.requires_grad]
@@ -124,11 +127,36 @@ def hessian_product(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise TaskError(
-            f"algorithm.hessian = true needs second derivatives, which an operation of this model or loss lacks "
-            f"({str(error).splitlines()[0]}). Replace it, or set algorithm.hessian = false."
-        ) from error
+        raise TaskError(_NO_SECOND.format(str(error).splitlines()[0])) from error
     return [torch.zeros_like(x) if h is None else h for h, x in zip(second, at, strict=True)]
+
+
+_NO_SECOND = (
+    "algorithm.hessian = true needs second derivatives, which an operation of this model or loss lacks ({}). Replace "
+    "it, or set algorithm.hessian = false."
+)
+
+
+def _differentiable_once(loss: torch.Tensor) -> str | None:
+    """A custom function in the graph of `loss` of which PyTorch would take the second derivative for 0 in silence."""
+    import torch
+
+    mark = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        custom: Any = getattr(node, "_forward_cls", None)
+        backward = getattr(custom, "backward", None)
+        while backward is not None:
+            if getattr(backward, "__code__", None) is mark:
+                return str(custom.__name__)
+            backward = getattr(backward, "__wrapped__", None)
+    return None
 
 
 def twice_differentiable() -> Any:
