@@ -100,7 +100,10 @@ def test_server_halves_stay_finite_and_count_rounds(name, deltas, rounds):
     model = nn.Linear(len(deltas), 1, bias=False)
     layout = Layout.of(model)
     state = algorithm.initial(layout, {"model": np.zeros(len(deltas), np.float32)})
-    groups = {group: np.array(deltas, np.float64) for group in algorithm.sends(layout)}
+    groups = {
+        group: np.resize(np.array(deltas, np.float64), layout.extent(extent)[0])
+        for group, extent in algorithm.sends(layout).items()
+    }
     for _ in range(rounds):
         state = algorithm.server(state, Update(groups, 2.0), Cohort(state.round + 1, 4, 3, 2))
     assert state.round == rounds
