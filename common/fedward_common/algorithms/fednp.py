@@ -127,7 +127,7 @@ class FedNP(SumAlgorithm[FedNPOptions]):
             groups = {**changes(trained, message), DELTA_NATURAL: np.zeros_like(old)}
             return Update(groups, 1.0, trained.metrics), state
         layer, shapes = self._classifiers(local.layout)[-1].name, self._head_shapes(local.layout)
-        cavity = _cavity(message[NATURAL] - old, local.device)
+        cavity = cavity_of(message[NATURAL] - old, local.device)
         propagation = _Propagation(self.options.kl_weight, local, layer, shapes, state[HEAD], cavity)
         trained = train(local, message, (propagation,))
         new = propagation.natural()
@@ -165,7 +165,7 @@ def _matrices(layout: Layout) -> list[TensorSpec]:
     return [spec for spec in layout.tensors if spec.kind in kinds and len(spec.shape) == 2]
 
 
-def _cavity(others: Vector, device: str) -> Gaussian:
+def cavity_of(others: Vector, device: str) -> Gaussian:
     """p(z) times the factors of all other nodes, from the sum of their natural parameters (η, λ)."""
     import torch
 

@@ -47,7 +47,7 @@ def tilted(cavity: Gaussian, f: torch.Tensor) -> Gaussian:
 
 
 def factor(cavity: Gaussian, f: torch.Tensor) -> Factor:
-    """`tilted` divided by `cavity` (Algorithm 1, line 8). For |f| ≤ 1 and s ≤ 1: 0 ≤ precision < 1/4, |linear| < 1."""
+    """`tilted` divided by `cavity` (Algorithm 1, line 8). For |f| ≤ 1 and s ≤ 1: 0 ≤ precision < 1/4, |linear| ≤ 1."""
     s = cavity.variance
     r2, kappa = _ratios(cavity, f)
     # 1/z_s − 1/s and z_m/z_s − m/s, written so that what cancels is not computed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -34,6 +35,9 @@ PREVIOUS = "previous"
 """The trainable tensors of the node's own model after its last training that was in a sum."""
 PREVIOUS_STATISTIC = "previous_statistic"
 """The float buffers of that model, if it has any."""
+
+_EPS = 1e-8
+"""Smallest norm to divide by, as in PyTorch's cosine similarity."""
 
 
 class MoonOptions(AlgorithmOptions):
@@ -124,6 +128,8 @@ class _Contrast(Hook):
             )
         with torch.no_grad():
             z_global, z_previous = (represent(self._local, frozen, batch) for frozen in self._frozen)
-        nearer = F.cosine_similarity(z, z_global) - F.cosine_similarity(z, z_previous)
+        unit = partial(F.normalize, dim=1, eps=_EPS)
+        # s(z, z_glob) − s(z, z_prev), so that equal frozen models give no gradient, to the last bit.
+        nearer = (unit(z) * (unit(z_global) - unit(z_previous))).sum(1)
         # −log(e^a / (e^a + e^b)) = −log σ(a − b), without e^a, which overflows for a small τ.
         return loss - self._options.mu * F.logsigmoid(nearer / self._options.temperature).mean()
