@@ -14,7 +14,7 @@ from fedward_common.algorithms.registry import layout_of, parse_options
 from fedward_common.errors import ConfigError, TaskError, UpdateError
 from fedward_common.messages import Purpose, Reason, Request
 from fedward_common.node import Participant
-from fedward_common.update import Kind, Layout, Update
+from fedward_common.update import Layout, Update
 from fedward_common.work import Work
 from fedward_server.paths import RunPaths
 from fedward_server.simulation import Faults, simulate
