@@ -50,7 +50,9 @@ class Task(Protocol):
     fixed place for each); `tensor_kinds` (shell pattern over state-dict names -> 'trainable' | 'statistic' |
     'counter' | 'private' | 'frozen'); `central_data(config) -> Data` for evaluation on the server (its `test`, or
     `train` if that is None); `losses(model, batch) -> Tensor`, the loss of each record, for ghost clipping;
-    `logits(model, batch) -> Tensor` (batch, classes, …), for distillation.
+    `representation(model, batch) -> Tensor`, [batch, features]: what the model makes of each record before its last
+    layer (or the output of a projection head), with a gradient; for the algorithms `moon`, `fednp` and `fedphp`;
+    `logits(model, batch) -> Tensor`, [batch, classes, …], with a gradient; for `fedphp`.
     """
 
     def model(self) -> nn.Module:

@@ -13,7 +13,7 @@ from fedward_common.algorithms.base import only_by_site
 from fedward_common.algorithms.fedavg import Averaging, AveragingOptions, changes
 from fedward_common.algorithms.kept_model import PARTS, KeptModel, parts_of
 from fedward_common.algorithms.node_half import Hook, Local
-from fedward_common.errors import TaskError
+from fedward_common.algorithms.representation import LOGITS, REPRESENTATION, predict, represent
 from fedward_common.update import Extent, Layout, Update, Vector, Vectors
 
 if TYPE_CHECKING:
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 
 _HPM = KeptModel("hpm")
 _COUNT = "participations"
-
-_SEES = {"kd": "logits", "mmd": "representation"}
-"""The task's method by which two models are compared."""
-_EXAMPLES = {
-    "logits": "def logits(self, model, batch): return model(batch[0])  # (batch, classes)",
-    "representation": "def representation(self, model, batch): return model.body(batch[0])  # (batch, features)",
-}
 
 
 class FedPHPOptions(AveragingOptions):
@@ -68,15 +61,11 @@ class FedPHP(Averaging[FedPHPOptions]):
     Options = FedPHPOptions
     neutral: ClassVar[Mapping[str, Any]] = {"lam": 0.0}
 
-    def check_task(self, task: object) -> str | None:
-        method = _SEES[self.options.transfer]
-        if not self.options.lam or callable(getattr(task, method, None)):
-            return None
-        other = next(kind for kind in _SEES if kind != self.options.transfer)
-        return (
-            f"algorithm.transfer = '{self.options.transfer}' needs {method}(model, batch) in {type(task).__name__}: "
-            f"add it, such as\n  {_EXAMPLES[method]}\nor choose '{other}', which needs {_SEES[other]}."
-        )
+    @property
+    def asks(self) -> Mapping[str, str]:
+        if not self.options.lam:
+            return {}
+        return LOGITS if self.options.transfer == "kd" else REPRESENTATION
 
     def keeps(self, layout: Layout) -> Mapping[str, Extent]:
         return {**_HPM.extents(layout), _COUNT: 1}
@@ -115,37 +104,20 @@ def _teacher(local: Local, parts: Vectors) -> nn.Module:
 
 class _Transfer(Hook):
     def __init__(self, local: Local, teacher: nn.Module, options: FedPHPOptions) -> None:
-        self._view = getattr(local.task, _SEES[options.transfer])
+        self._local = local
         self._teacher = teacher
         self._options = options
 
     def loss(self, model: nn.Module, batch: Batch, loss: torch.Tensor) -> torch.Tensor:
         import torch
 
-        from fedward_common.algorithms.training import spared
-
+        by_logits = self._options.transfer == "kd"
+        see = predict if by_logits else represent
         with torch.no_grad():
-            theirs = self._seen(self._teacher, batch)
-        # The batch has moved the float buffers already, in the task's loss.
-        with spared(model):
-            own = self._seen(model, batch)
-        if self._options.transfer == "kd":
-            distance = distillation(own, theirs, self._options.temperature)
-        else:
-            distance = mmd(own, theirs)
+            theirs = see(self._local, self._teacher, batch)
+        own = see(self._local, model, batch)
+        distance = distillation(own, theirs, self._options.temperature) if by_logits else mmd(own, theirs)
         return (1 - self._options.lam) * loss + self._options.lam * distance
-
-    def _seen(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        import torch
-
-        seen = self._view(model, batch)
-        form = tuple(seen.shape) if isinstance(seen, torch.Tensor) else type(seen).__name__
-        if not isinstance(seen, torch.Tensor) or not seen.is_floating_point() or seen.dim() < 2:
-            name = _SEES[self._options.transfer]
-            raise TaskError(f"{name}() returned {form}: return a float tensor, as in\n  {_EXAMPLES[name]}")
-        if self._options.transfer == "mmd" and seen.dim() != 2:
-            raise TaskError(f"representation() returned {form}: return (batch, features); .flatten(1) makes it so.")
-        return seen
 
 
 def distillation(own: torch.Tensor, theirs: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -36,3 +36,4 @@ class FedProx(LocalSGD[FedProxOptions]):
 
     def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
         return advanced(server, mean, moved(server.model, mean.groups[DELTA], self.options.server_lr))
+

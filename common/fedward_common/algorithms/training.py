@@ -59,7 +59,7 @@ def train(
     optimiser = _SGD(parameters, options, local.round)
     metrics: dict[str, float] = {}
     done, planned = 0, steps or _planned(local)
-    with closing(_gradients(local, parameters, metrics, hooks, source)) as ready:
+    with _still(tensors_of.left), closing(_gradients(local, parameters, metrics, hooks, source)) as ready:
         for _ in ready:
             with torch.no_grad():
                 if options.max_grad_norm is not None:
@@ -222,6 +222,18 @@ def seed_all(seed: int, device: str) -> None:
 
 
 @contextmanager
+def _still(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """A block in which no gradients of these are computed."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
 def spared(model: nn.Module) -> Iterator[None]:
     """A block in which the model's buffers are copies: what a forward pass moves in them is lost at its end.
 
@@ -239,7 +251,8 @@ def spared(model: nn.Module) -> Iterator[None]:
 class _Tensors:
     """A model's tensors by kind, looked up once a round.
 
-    `optimised`: every parameter with a gradient, private ones too. `trainable`: those that are sent.
+    `optimised`: every parameter with a gradient that moves, private ones too; `left`: those that do not. `trainable`:
+    those that are sent.
     """
 
     def __init__(self, local: Local, moves: Collection[Kind] = (Kind.TRAINABLE, Kind.PRIVATE)) -> None:
@@ -248,7 +261,9 @@ class _Tensors:
         self.trainable_names = [spec.name for spec in local.layout.of_kind(Kind.TRAINABLE)]
         self.trainable: list[nn.Parameter] = [self._state[name] for name in self.trainable_names]
         moved = {id(self._state[spec.name]) for spec in local.layout.tensors if spec.kind in moves}
-        self.optimised = [p for p in local.model.parameters() if p.requires_grad and id(p) in moved]
+        learning = [p for p in local.model.parameters() if p.requires_grad]
+        self.optimised = [p for p in learning if id(p) in moved]
+        self.left = [p for p in learning if id(p) not in moved]
         self._sent = {MODEL: Kind.TRAINABLE}
         if local.layout.size(Kind.STATISTIC):
             self._sent[STATISTIC] = Kind.STATISTIC
@@ -293,11 +308,11 @@ class _SGD:
 
 
 def backward(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Fresh gradients of `loss` in all of `parameters`, and in no other: zeros where it does not depend on one, dense
+    """Fresh gradients of `loss` in all of `parameters`: zeros where it does not depend on one, dense
     throughout."""
     for parameter in parameters:
         parameter.grad = None
-    torch.autograd.backward(loss, inputs=list(parameters))
+    loss.backward()  # type: ignore[no-untyped-call]
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -139,10 +139,28 @@ def test_privacy_and_batch_norm(project: Path) -> None:
     assert refused.exit_code == 1 and "GroupNorm" in refused.output
 
 
+def method(name: str, returned: str) -> Change:
+    text = f"def {name}(self, model, batch):\n        return {returned}\n\n    def metrics("
+    return edit("plan_trial/task.py", "def metrics(", text)
+
+
+NEEDED = {
+    "moon": [method("representation", "model[:-1](batch[0])")],
+    "fednp": [method("representation", "model[:-1](batch[0])")],
+    "fedphp": [method("logits", "model(batch[0])")],
+    "fedper": [edit("run.toml", 'name = "fedper"', 'name = "fedper"\nhead = ["2.*"]')],
+    "fedrep": [edit("run.toml", 'name = "fedrep"', 'name = "fedrep"\nhead = ["2.*"]')],
+    "fedbn": [edit("plan_trial/task.py", "nn.ReLU()", "nn.BatchNorm1d(32), nn.ReLU()")],
+}
+"""What some algorithms ask of run or task."""
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: str) -> None:
     edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
     edit("run.toml", "rounds = 10", "rounds = 1")(project)
+    for change in NEEDED.get(name, ()):
+        change(project)
     with (project / "run.toml").open("a") as file:
         file.write("\n[secure_sum]\nenabled = false\n")
     config = load_config(project / "run.toml")
@@ -151,6 +169,15 @@ def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: s
     event = json.loads(result.stdout.splitlines()[1])
     assert event["bytes_up"] == 4 * cost.up
     assert event["bytes_down"] == 4 * (cost.down + cost.evaluation)
+
+
+@pytest.mark.parametrize("name", ["moon", "fednp"])
+def test_a_method_that_the_algorithm_asks_for_is_missed(project: Path, name: str) -> None:
+    edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
+    result = fedward("plan", project / "run.toml", "--nodes", "4")
+    assert result.exit_code == 1
+    assert f"Digits lacks representation, which algorithm.name = '{name}' asks of a task" in result.stderr
+    assert "def representation(self, model, batch)" in result.stderr
 
 
 def test_a_cohort_is_no_larger_than_asked_for(project: Path) -> None:
