@@ -14,7 +14,7 @@ from fedward_common.algorithms.registry import layout_of, parse_options
 from fedward_common.errors import ConfigError, TaskError, UpdateError
 from fedward_common.messages import Purpose, Reason, Request
 from fedward_common.node import Participant
-from fedward_common.update import Kind, Layout, Update
+from fedward_common.update import Layout, Update
 from fedward_common.work import Work
 from fedward_server.paths import RunPaths
 from fedward_server.simulation import Faults, simulate
@@ -165,7 +165,7 @@ def estimate(y, head, cavity, x):
     return paper(*cavity, np.tanh((hidden @ weight + bias).mean()))
 
 
-def objective(y, head, cavity, x, labels, weight):
+def objective(y, head, cavity, x, labels, weight, floor):
     hidden = np.tanh(x @ y[:12].reshape(3, 4).T + y[12:15])
     logits = hidden @ y[15:24].reshape(3, 3).T + y[24:27]
     entropy = (np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]).mean()
@@ -176,7 +176,7 @@ def objective(y, head, cavity, x, labels, weight):
     am = logistic(om / np.sqrt(1 + math.pi / 8 * os))
     a, b = 4 - 2 * math.sqrt(2), -math.log(math.sqrt(2) + 1)
     av = logistic(a * (om + b) / np.sqrt(1 + math.pi / 8 * a**2 * os)) - am**2
-    mean, variance = am @ w2 + b2, av @ w2**2 + 5e-6
+    mean, variance = am @ w2 + b2, av @ w2**2 + floor
     to_model = ((mean - y[15:24]) ** 2 / (2 * variance)).mean()
     to_prior = (-0.5 * (1 + np.log(s) - m**2 - s)).mean()
     return entropy + weight * (to_model + to_prior)
@@ -191,11 +191,12 @@ def slopes(function, at, step=1e-6):
     return found
 
 
-def test_steps_follow_the_gradient_of_the_papers_objective():
+@pytest.mark.parametrize("floor", [0.01, 5e-6])
+def test_steps_follow_the_gradient_of_the_papers_objective(floor):
     task = Smooth(torch.float64)
     rate, weight, decay = 0.05, 0.02, 0.01
     local = {"lr": rate, "steps": 4, "batch_size": 8, "momentum": 0.5, "weight_decay": decay}
-    fed = federation(task, local, {"n": {"n": 8, "seed": 1}}, kl_weight=weight, dimension=D)
+    fed = federation(task, local, {"n": {"n": 8, "seed": 1}}, kl_weight=weight, dimension=D, min_variance=floor)
     draw = np.random.default_rng(4)
     w, own = fed.state.model, np.array([0.2, -0.1, 0.05, 0.1])
     # Well away from zero, or the variances of p(θ|z) are near the floor and differences of it are all rounding.
@@ -207,7 +208,7 @@ def test_steps_follow_the_gradient_of_the_papers_objective():
     x, labels = (tensor.numpy() for tensor in task.data({"n": 8, "seed": 1}).train.tensors)
     both, speed = np.concatenate([w, head]), np.zeros(w.size + head.size)
     for _ in range(4):
-        gradient = slopes(lambda at: objective(at[:27], at[27:], cavity, x, labels, weight), both)
+        gradient = slopes(lambda at: objective(at[:27], at[27:], cavity, x, labels, weight, floor), both)
         speed = 0.5 * speed + gradient + decay * both
         both = both - rate * speed
     np.testing.assert_allclose(done.vectors["delta"], both[:27] - w, rtol=1e-5, atol=1e-9)
@@ -217,6 +218,20 @@ def test_steps_follow_the_gradient_of_the_papers_objective():
     natural = np.concatenate([m / s - cavity[0] / cavity[1], 1 / s - 1 / cavity[1]])
     np.testing.assert_allclose(done.state["natural_k"], natural, rtol=1e-6)
     np.testing.assert_allclose(done.vectors["delta_natural"], natural - own, rtol=1e-6, atol=1e-9)
+
+
+def test_the_last_pass_is_over_all_local_data_in_evaluation_mode():
+    class Watched(Classes):
+        calls: list[tuple[bool, int]] = []
+
+        def representation(self, model, batch):
+            self.calls.append((model.training, len(batch[0])))
+            return super().representation(model, batch)
+
+    fed = federation(Watched(torch.float64), nodes={"n": {"n": 10, "seed": 1}})
+    fed.round()
+    assert [training for training, _ in Watched.calls] == [True] * 3 + [False] * 3
+    assert [size for _, size in Watched.calls[3:]] == [4, 4, 2]
 
 
 def test_the_head_follows_schedule_and_clipping():
