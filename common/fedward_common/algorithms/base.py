@@ -48,6 +48,15 @@ class AlgorithmOptions(BaseModel):
         return None
 
 
+def parts_by_site(name: str, kept: str) -> str:
+    """Why an algorithm whose server has a counterpart of what nodes keep has no privacy by site."""
+    return (
+        f"algorithm.name = '{name}' with privacy.unit = 'site': a node's {kept} from its whole update, the server's "
+        "from the clipped ones, and their means would part. Choose fedavg, fedprox or a server optimiser, or remove "
+        "[privacy]."
+    )
+
+
 @dataclass(frozen=True)
 class ServerState:
     """All that the server carries from round to round. `vectors` holds "model", "statistic" (if any) and

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions, SumAlgorithm
 from fedward_common.algorithms.fedavg import FedAvg
+from fedward_common.algorithms.feddc import FedDC
+from fedward_common.algorithms.feddyn import FedDyn
+from fedward_common.algorithms.fednova import FedNova
 from fedward_common.algorithms.fednp import FedNP
 from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from fedward_common.algorithms.fedprox import FedProx
@@ -22,6 +25,9 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "scaffold": Scaffold,
+    "fednova": FedNova,
+    "feddc": FedDC,
+    "feddyn": FedDyn,
     "moon": Moon,
     "fednp": FedNP,
     "fedavgm": FedAvgM,
