@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedward_common.algorithms.base import Algorithm, AlgorithmOptions, SumAlgorithm
+from fedward_common.algorithms.base import AlgorithmOptions, SumAlgorithm
 from fedward_common.algorithms.fedavg import FedAvg
 from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from fedward_common.algorithms.fedprox import FedProx
 from fedward_common.algorithms.scaffold import Scaffold
-from fedward_common.errors import ConfigError, TaskError
+from fedward_common.errors import TaskError
 from fedward_common.update import Kind, Layout
 
 if TYPE_CHECKING:
     from torch import nn
 
-ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
+ALGORITHMS: dict[str, type[SumAlgorithm[Any]]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "scaffold": Scaffold,
@@ -40,7 +40,7 @@ def parse_options(value: Any) -> AlgorithmOptions:
     return found.Options.model_validate(value)
 
 
-def build(options: AlgorithmOptions) -> Algorithm[Any]:
+def build(options: AlgorithmOptions) -> SumAlgorithm[Any]:
     """The algorithm with these options."""
     return ALGORITHMS[options.name](options)
 
@@ -56,11 +56,3 @@ def layout_of(options: AlgorithmOptions, task: object, model: nn.Module) -> Layo
     if problem:
         raise TaskError(problem)
     return layout
-
-
-def build_sum(options: AlgorithmOptions) -> SumAlgorithm[Any]:
-    """The same, for the engine, which sums. Raises `ConfigError` for an algorithm that needs single updates."""
-    algorithm = build(options)
-    if not isinstance(algorithm, SumAlgorithm):
-        raise ConfigError(f"algorithm.name = {options.name!r} needs single updates; the round engine only sums.")
-    return algorithm

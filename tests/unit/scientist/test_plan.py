@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from fedward_common.aggregation_options import RULES
 from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.cli import build
 from fedward_common.config import RunConfig, load_config
@@ -225,8 +226,11 @@ def test_keys_are_those_of_the_schema() -> None:
     for name, algorithm in ALGORITHMS.items():
         where = f'algorithm, name = "{name}"'
         assert {key for table, key in listed if table == where} == set(algorithm.Options.model_fields)
+    for rule, options in RULES.items():
+        where = f'aggregation, rule = "{rule}"'
+        assert {key for table, key in listed if table == where} == set(options.model_fields)
     top = {name for where, name in listed if where == ""}
-    assert top == set(RunConfig.model_fields) - {"algorithm", "privacy", *tables}
+    assert top == set(RunConfig.model_fields) - {"algorithm", "aggregation", "privacy", *tables}
 
 
 def test_keys_have_types_defaults_and_meanings() -> None:
