@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 from fedward_common.aggregation_options import RULES, MultiKrum, TrimmedMean
-from fedward_common.algorithms.registry import ALGORITHMS, build, parse_options
 from fedward_common.config import RunConfig, parse_config
 from fedward_common.errors import ConfigError
 from fedward_common.privacy.options import PrivacyOptions
-from fedward_common.update import Kind, Layout, TensorSpec
 
 COMPLETE: dict[str, dict[str, Any]] = {
     "mean": {},
@@ -91,25 +89,14 @@ def test_a_norm_bound_needs_none() -> None:
     assert parse_config(tables("norm_bound", secure=True)).uniform
 
 
-@pytest.mark.parametrize("rule", sorted(set(RULES) - {"mean"}))
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_algorithms_that_need_exact_means_are_refused(rule: str, name: str) -> None:
-    """Every registered algorithm: it runs with the rule, or the reason why not is a sound one."""
-    algorithm = build(parse_options({"name": name}))
-    kinds = {"w": Kind.TRAINABLE, "b": Kind.STATISTIC}
-    layout = Layout(tuple(TensorSpec(name, (3,), "float32", kind) for name, kind in kinds.items()))
-    given = tables(rule, algorithm={"name": name})
-    if algorithm.mirrored:
-        assert "the two would part" in refusal(given) and f'"{name}"' in refusal(given)
-    elif set(algorithm.sends(layout)) - {"delta", "statistic"}:
-        assert "beside the model's change" in refusal(given)
-    else:
-        parse_config(given)
-    parse_config(tables("mean", algorithm={"name": name}))
-
-
-def test_scaffold_is_one_of_them() -> None:
+def test_control_variates_need_exact_means() -> None:
     assert "the two would part" in refusal(tables("norm_bound", algorithm={"name": "scaffold"}))
+    assert "the two would part" in refusal(tables("median", algorithm={"name": "scaffold"}))
+
+
+def test_what_stands_beside_a_models_change_needs_the_mean_too() -> None:
+    text = refusal(tables("median", algorithm={"name": "fednova"}))
+    assert '["accumulation"] beside' in text and "sends changes of the model alone" in text
 
 
 @pytest.mark.parametrize(
