@@ -193,6 +193,8 @@ class LocalRunner:
 
             check_model(model)
         layout = layout_of(self._config.algorithm, self._task, model)
+        if problem := self._config.aggregation.check_layout(layout):
+            raise TaskError(problem)
         state = model.state_dict()
         return _Built(
             model.to(self._device), layout, layout.pack(state, Kind.PRIVATE), layout.pack(state, Kind.COUNTER)

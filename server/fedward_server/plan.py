@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedward_common.algorithms.registry import build, build_sum, layout_of
+from fedward_common.algorithms.registry import build, layout_of
 from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, TaskError
@@ -93,6 +93,7 @@ def refusals(config: RunConfig, project: Path) -> list[str]:
         lambda: _check_task_packed(config, project),
         lambda: _check_initial(config, project),
         lambda: _check_private(config, project),
+        lambda: _check_aggregation(config, project),
     )
     for check in checks:
         try:
@@ -125,9 +126,15 @@ def _check_initial(config: RunConfig, project: Path) -> None:
     load_vectors(layout_of(config.algorithm, task, task.model()), path, {})
 
 
+def _check_aggregation(config: RunConfig, project: Path) -> None:
+    task = open_task(config, project)
+    if problem := config.aggregation.check_layout(layout_of(config.algorithm, task, task.model())):
+        raise TaskError(problem)
+
+
 def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str, Any] | None) -> Forecast:
     """What a round with up to `nodes` nodes costs. data_config: the [data] table of a node whose data is here
-    (its local step is measured), or None. Raises `TaskError`.
+    (its local step is measured), or None. Raises `TaskError`, and `ConfigError` for too few nodes.
     """
     import torch
 
@@ -143,12 +150,13 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
     # The last round's broadcast: a warm start sends less before.
     broadcast = algorithm.broadcast(replace(algorithm.initial(layout, start), round=config.rounds))
     cohort = min(nodes, config.cohort.size or nodes)
+    config.aggregation.check_cohort(cohort)
     extents = map(layout.extent, algorithm.sends(layout).values())
     up = sum(length * dtype.itemsize for length, dtype in extents)
     parameters = None
     if config.secure_sum.enabled:
         parameters = config.secure_sum.parameters(cohort)
-        summed = build_sum(config.algorithm).summed(layout, config.local)
+        summed = build(config.algorithm).summed(layout, config.local)
         length = sum(layout.extent(extent)[0] for extent in summed.values())
         up = packed_size(site.padded(config, length), config.secure_sum.bits)
     result = Forecast(

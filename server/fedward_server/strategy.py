@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 from fedward_common.algorithms.base import MODEL, STATISTIC
-from fedward_common.algorithms.registry import build_sum, layout_of
+from fedward_common.algorithms.registry import build, layout_of
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, FedwardError
 from fedward_common.messages import Reply, Request
@@ -50,6 +50,8 @@ class Fedward(Strategy):
             )
         self._config = config
         self._layout = layout_of(config.algorithm, task, task.model())
+        if problem := config.aggregation.check_layout(self._layout):
+            raise ConfigError(problem)
         self._work_dir = work_dir
         self._epoch = epoch
 
@@ -78,7 +80,7 @@ class Fedward(Strategy):
         root = self._work_dir if self._work_dir is not None else Path(tempfile.mkdtemp(prefix="fedward-"))
         paths = RunPaths(root / config.name)
         result = Result()
-        algorithm, clock = build_sum(config.algorithm), Clock()
+        algorithm, clock = build(config.algorithm), Clock()
         transport = _WithConfig(FlowerTransport(grid, NumberedDirectory()), config)
         rounds = Rounds(
             config=config,

@@ -142,6 +142,8 @@ def _print_keys(console: Console) -> None:
 
 
 def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None:
+    from fedward_common.aggregation_options import Mean
+
     from fedward_server.live import megabytes
 
     def line(label: str, text: str) -> None:
@@ -160,6 +162,9 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
         lost, colluding = secure.n - secure.survivors, secure.colluders
         survives = f"survives {_count(lost, 'drop-out')} and {_count(colluding, 'colluding node')}"
         line("secure sum", f"{secure.n} nodes, {graph}, threshold {secure.threshold} (t): {survives} a round")
+    if not isinstance(config.aggregation, Mean):
+        keeps = f": the server keeps {megabytes(cost.up * cost.cohort)} MB a round"
+        line("aggregation", f"{config.aggregation}{keeps if config.aggregation.single_updates else ''}")
     private = cost.privacy
     if private is not None and config.privacy is not None:
         options = config.privacy
