@@ -1,8 +1,8 @@
 """A public data set that every node mixes into its own: the `[task.shared]` table (Zhao et al. 2018, section 4,
 "Federated Learning with Non-IID Data").
 
-A node's training set is its n_i examples and m_i = round(n_i β / (1 − β)) of the public ones, drawn once a run by seed
-and node; so a pass sees public examples in a share of β, whatever n_i. The paper's α, the part of the public set that a
+A node's training set is its n_i examples and m_i = round(n_i s / (1 − s)) of the public ones, drawn once a run by seed
+and node; so a pass sees public examples in a share of s, whatever n_i. The paper's α, the part of the public set that a
 node gets, is m_i over its size.
 """
 
@@ -27,7 +27,7 @@ class SharedOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     share: float = Field(
-        gt=0, lt=1, description="β: share of a node's training examples that come from the task's shared_data()"
+        gt=0, lt=1, description="share of a node's training examples that come from the task's shared_data()"
     )
 
     def count(self, own: int) -> int:

@@ -243,6 +243,17 @@ def test_with_a_trained_it_is_not() -> None:
     assert apart > 0.01 * max((node - mean).abs().max() for node in nodes)
 
 
+def test_merged_weights_do_the_same() -> None:
+    model: Any = with_random_b(fresh_model(configure({**BOTH, "private": True}), Points()))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    before = model(x)
+    for part in model.modules():
+        if hasattr(part, "merge"):
+            part.merge()
+    torch.testing.assert_close(F.linear(x, model.second.base_layer.weight), F.linear(x, weight(model.second)))
+    torch.testing.assert_close(model(x), before)
+
+
 # What travels.
 
 
@@ -279,6 +290,16 @@ def test_a_node_with_another_base_is_refused() -> None:
         node = Participant(config, MemoryStore(), LocalRunner(config, task, "n", {"seed": 0}).do)
         failure = node.handle(Request(Purpose.PREPARE, "run", 0, 0, settings={"layout": asked})).failure
         assert (failure.reason if failure else None) == reason
+
+
+def test_a_task_may_keep_a_layers_adapter_at_home() -> None:
+    class Layered(Points):
+        tensor_kinds: Mapping[str, str] = {"second.lora_B.*": "private"}
+
+    config = configure(BOTH)
+    layout = laid_out(config, Layered(), fresh_model(config, Layered()))
+    assert names(layout.of_kind(Kind.TRAINABLE)) == ["first.lora_B.shared.weight"]
+    assert names(layout.of_kind(Kind.PRIVATE)) == ["second.lora_B.shared.weight"]
 
 
 # The private adapter.
@@ -484,14 +505,15 @@ def test_what_cannot_be_adapted_is_refused(made: Any, lora: dict[str, Any], text
 def test_a_name_is_matched_whole() -> None:
     class Task(Points):
         def model(self) -> nn.Module:
-            return nn.ModuleDict({"q": nn.Linear(4, 4), "in": nn.ModuleDict({"q": nn.Linear(4, 4)})})
+            deep = nn.ModuleDict({"in": nn.ModuleDict({"q": nn.Linear(4, 4)})})
+            return nn.ModuleDict({"in": nn.ModuleDict({"q": nn.Linear(4, 4)}), "out": deep})
 
     def adapted(*targets: str) -> set[str]:
         model = fresh_model(configure({"targets": targets, "rank": 2}), Task())
         return {name.partition(".lora_B")[0] for name, _ in model.named_parameters() if ".lora_B" in name}
 
-    assert adapted("q") == {"q", "in.q"}
-    assert adapted("in.q") == adapted("in.*") == {"in.q"}
+    assert adapted("q") == adapted("*.q") == {"in.q", "out.in.q"}
+    assert adapted("in.q") == adapted("in.*") == {"in.q"}  # peft itself would match the ends of names
 
 
 def test_without_peft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
