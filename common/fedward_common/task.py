@@ -51,7 +51,8 @@ class Task(Protocol):
     'counter' | 'private' | 'frozen'); `central_data(config) -> Data` for evaluation on the server (its `test`, or
     `train` if that is None); `shared_data(config) -> Dataset`, the same public examples on every node, made after the
     run's seed was set, for runs with `[task.shared]`; `losses(model, batch) -> Tensor`, the loss of each record, for
-    ghost clipping.
+    ghost clipping; `representation(model, batch) -> Tensor`, [batch, features]: what the model makes of each record
+    before its last layer (or the output of a projection head), with a gradient; for the algorithms `moon` and `fednp`.
     """
 
     def model(self) -> nn.Module:

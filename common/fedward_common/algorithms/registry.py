@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions, SumAlgorithm
 from fedward_common.algorithms.fedavg import FedAvg
+from fedward_common.algorithms.feddc import FedDC
+from fedward_common.algorithms.feddyn import FedDyn
+from fedward_common.algorithms.fednova import FedNova
+from fedward_common.algorithms.fednp import FedNP
 from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from fedward_common.algorithms.fedprox import FedProx
+from fedward_common.algorithms.moon import Moon
 from fedward_common.algorithms.scaffold import Scaffold
 from fedward_common.errors import ConfigError, TaskError
 from fedward_common.update import Kind, Layout
@@ -20,6 +25,11 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "scaffold": Scaffold,
+    "fednova": FedNova,
+    "feddc": FedDC,
+    "feddyn": FedDyn,
+    "moon": Moon,
+    "fednp": FedNP,
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
@@ -50,8 +60,15 @@ def layout_of(
 ) -> Layout:
     """The layout of the task's model as the algorithm sees it: the kinds in `first` (shell pattern -> kind), then the
     algorithm's own, then the task's `tensor_kinds`. Raises `TaskError`, also if the algorithm cannot work with such a
-    model."""
+    model or asks for a method that the task lacks."""
     algorithm = build(options)
+    missing = [name for name in algorithm.asks if not callable(getattr(task, name, None))]
+    if missing:
+        lines = "\n".join(f"  {algorithm.asks[name]}" for name in missing)
+        raise TaskError(
+            f"{type(task).__name__} lacks {', '.join(missing)}, which algorithm.name = {options.name!r} asks of a "
+            f"task. Choose another algorithm, or add:\n{lines}"
+        )
     own: Mapping[str, Kind | str] = {**(first or {}), **algorithm.kinds(model)}
     named: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})
     layout = Layout.of(model, {**own, **{pattern: kind for pattern, kind in named.items() if pattern not in own}})
