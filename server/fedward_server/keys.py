@@ -38,7 +38,7 @@ def all_keys() -> Iterator[Key]:
             continue
         model = _table(field.annotation)
         if model is not None:
-            tables.append((name, model))
+            tables.append((field.alias or name, model))
         else:
             yield _key("", name, field)
     for table, model in tables:

@@ -55,10 +55,12 @@ def build(options: AlgorithmOptions) -> SumAlgorithm[Any]:
     return ALGORITHMS[options.name](options)
 
 
-def layout_of(options: AlgorithmOptions, task: object, model: nn.Module) -> Layout:
-    """The layout of the task's model as the algorithm sees it: its own kinds first, then the task's `tensor_kinds`
-    (shell pattern -> kind). Raises `TaskError`, also if the algorithm cannot work with such a model or asks for a
-    method that the task lacks."""
+def layout_of(
+    options: AlgorithmOptions, task: object, model: nn.Module, first: Mapping[str, Kind] | None = None
+) -> Layout:
+    """The layout of the task's model as the algorithm sees it: the kinds in `first` (shell pattern -> kind), then the
+    algorithm's own, then the task's `tensor_kinds`. Raises `TaskError`, also if the algorithm cannot work with such a
+    model or asks for a method that the task lacks."""
     algorithm = build(options)
     missing = [name for name in algorithm.asks if not callable(getattr(task, name, None))]
     if missing:
@@ -67,7 +69,7 @@ def layout_of(options: AlgorithmOptions, task: object, model: nn.Module) -> Layo
             f"{type(task).__name__} lacks {', '.join(missing)}, which algorithm.name = {options.name!r} asks of a "
             f"task. Choose another algorithm, or add:\n{lines}"
         )
-    own: Mapping[str, Kind | str] = algorithm.kinds(model)
+    own: Mapping[str, Kind | str] = {**(first or {}), **algorithm.kinds(model)}
     named: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})
     layout = Layout.of(model, {**own, **{pattern: kind for pattern, kind in named.items() if pattern not in own}})
     problem = algorithm.check_layout(layout)

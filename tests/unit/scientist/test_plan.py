@@ -15,11 +15,13 @@ from fedward_common.aggregation_options import RULES
 from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.cli import build
 from fedward_common.config import RunConfig, load_config
+from fedward_common.lora import LoraOptions
 from fedward_common.privacy.accounting import spent
 from fedward_common.privacy.amplification import Drawn, unseen
 from fedward_common.privacy.exact_gaussian import epsilon_of
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.privacy.site import mechanism
+from fedward_common.shared_data import SharedOptions
 from fedward_server import plan
 from fedward_server.keys import all_keys
 from fedward_server.plan import forecast, open_task, refusals
@@ -257,7 +259,8 @@ def test_a_bad_configuration_is_refused_first(project: Path) -> None:
 def test_keys_are_those_of_the_schema() -> None:
     listed = {(key.table, key.name) for key in all_keys()}
     tables = {name: RunConfig.model_fields[name].annotation for name in ("local", "cohort", "evaluation", "secure_sum")}
-    for table, model in {**tables, "privacy": PrivacyOptions}.items():
+    more = {"privacy": PrivacyOptions, "lora": LoraOptions, "task.shared": SharedOptions}
+    for table, model in {**tables, **more}.items():
         assert {name for where, name in listed if where == table} == set(model.model_fields)  # type: ignore[union-attr]
     for name, algorithm in ALGORITHMS.items():
         where = f'algorithm, name = "{name}"'
@@ -266,7 +269,7 @@ def test_keys_are_those_of_the_schema() -> None:
         where = f'aggregation, rule = "{rule}"'
         assert {key for table, key in listed if table == where} == set(options.model_fields)
     top = {name for where, name in listed if where == ""}
-    assert top == set(RunConfig.model_fields) - {"algorithm", "aggregation", "privacy", *tables}
+    assert top == set(RunConfig.model_fields) - {"algorithm", "aggregation", "privacy", "lora", "shared", *tables}
 
 
 def test_keys_have_types_defaults_and_meanings() -> None:
