@@ -14,7 +14,7 @@ from typing import Any
 from fedward_common.algorithms.registry import build
 from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
-from fedward_common.errors import FedwardError, TaskError
+from fedward_common.errors import ConfigError, FedwardError, TaskError
 from fedward_common.local import LocalRunner
 from fedward_common.model import fresh_model, laid_out
 from fedward_common.privacy import sampled, site, wording
@@ -104,8 +104,10 @@ def refusals(config: RunConfig, project: Path) -> list[str]:
         try:
             check()
         except FedwardError as error:
-            # One fault may stop several checks.
-            problems.extend(line for line in str(error).splitlines() if line not in problems)
+            # A configuration's errors stand one a line; a task's is one, with an example of what to add.
+            found = str(error).splitlines() if isinstance(error, ConfigError) else [str(error)]
+            # The same fault may stop several checks.
+            problems.extend(problem for problem in found if problem not in problems)
     return problems
 
 

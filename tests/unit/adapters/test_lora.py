@@ -319,7 +319,8 @@ def test_the_private_adapter_stays_and_is_the_nodes_own() -> None:
     # It helps where it belongs: evaluated with it, a node does better on its own data.
     trained = {"model": start["model"] + done[1].vectors["delta"]}
     losses = [
-        runners[1].do(Work("evaluate", 1, trained, state, split="train")).metrics["loss"] for state in (done[1].state, {})
+        runners[1].do(Work("evaluate", 1, trained, state, split="train")).metrics["loss"]
+        for state in (done[1].state, {})
     ]
     assert losses[0] < losses[1]
 
@@ -433,7 +434,7 @@ def test_a_file_of_b_alone_begins_another_run(finished: tuple[RunConfig, Path], 
 
 def test_b_of_another_base_or_another_a_is_refused(finished: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, file = finished
-    with pytest.raises(ConfigError, match="trained beside other frozen tensors.*same seed"):
+    with pytest.raises(ConfigError, match=r"trained beside other frozen tensors.*same seed"):
         load_model(config.model_copy(update={"seed": 4}), Points(), file)
     whole = {name: tensor.numpy().copy() for name, tensor in fresh_model(config, Points()).state_dict().items()}
     whole["first.base_layer.bias"][0] += 1

@@ -146,7 +146,7 @@ def test_without_the_table_nothing_is_mixed() -> None:
 
 def test_too_few_public_examples_are_refused_before_round_1() -> None:
     runner = LocalRunner(configure(0.5), Means(public=20), "a", {"n": 30})
-    with pytest.raises(TaskError, match=r"share = 0.5.* 30 examples .* 30 public ones, but shared_data\(\) has 20") as e:
+    with pytest.raises(TaskError, match=r"share = 0.5.* 30 examples .* 30 public ones, but .* has 20") as e:
         runner.do(Work("prepare"))
     # The way out works, and is no smaller than it has to be.
     assert "Lower share to 0.4 or less" in str(e.value)
@@ -266,7 +266,7 @@ def test_the_task_may_be_a_table(tmp_path: Path) -> None:
         ({"entry": "a:B", "shared": {}}, r"task\.shared\.share: missing"),
         ({"entry": "a:B", "shared": {"shre": 1}}, r"task\.shared\.shre = 1: unknown key\. Did you mean 'share'"),
         ({"entry": "a:B", "shared": 0.2}, r"task\.shared = 0\.2: must be a table.*\[task\.shared\]"),
-        ({"entry": "a:B", "share": 0.2}, r"task\.share = 0\.2: unknown key\. \[task\] has entry and .*\[task\.shared\]"),
+        ({"entry": "a:B", "share": 0.2}, r"task\.share = 0\.2: unknown key\. \[task\] has entry and .*task\.shared"),
         ({"shared": {"share": 0.2}}, r"task\.entry: missing"),
         ({"entry": "a"}, r"task = \"a\": must be 'module:Class'"),
     ],

@@ -188,8 +188,18 @@ def test_a_method_that_the_algorithm_asks_for_is_missed(project: Path, name: str
     edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
     result = fedward("plan", project / "run.toml", "--nodes", "4")
     assert result.exit_code == 1
-    assert f"Digits lacks representation, which algorithm.name = '{name}' asks of a task" in result.stderr
-    assert "def representation(self, model, batch)" in result.stderr
+    text = " ".join(result.output.split())
+    assert f"- Digits lacks representation, which algorithm.name = '{name}' asks of a task" in text
+    assert "def representation(self, model, batch)" in text and text.count("lacks representation") == 1
+
+
+def test_a_public_data_set_that_the_task_lacks_is_missed(project: Path) -> None:
+    entry = (project / "run.toml").read_text().split('task = "')[1].partition('"')[0]
+    edit("run.toml", f'task = "{entry}"\n', "")(project)
+    with (project / "run.toml").open("a") as file:
+        file.write(f'\n[task]\nentry = "{entry}"\n\n[task.shared]\nshare = 0.5\n')
+    result = fedward("plan", project / "run.toml", "--nodes", "4")
+    assert result.exit_code == 1 and "[task.shared] needs shared_data(config)" in " ".join(result.output.split())
 
 
 def test_a_cohort_is_no_larger_than_asked_for(project: Path) -> None:
@@ -205,6 +215,16 @@ def test_epochs_are_turned_into_steps(project: Path) -> None:
     table = {"partition": 0, "partitions": 4}
     batches = -(-len(task.data(table).train) // 16)  # type: ignore[arg-type]
     assert forecast(config, task, 4, table).steps == 3 * batches
+
+
+def test_public_examples_make_a_pass_longer(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit("run.toml", "steps = 20  ", "epochs = 1 ")(project)
+    config = load_config(project / "run.toml").model_copy(update={"shared": SharedOptions(share=0.5)})
+    task = open_task(config, project)
+    table = {"partition": 0, "partitions": 4}
+    own = len(task.data(table).train)  # type: ignore[arg-type]
+    monkeypatch.setattr(task, "shared_data", lambda table: task.data({**table, "partition": 1}).train, raising=False)
+    assert forecast(config, task, 4, table).steps == -(-2 * own // 16)
 
 
 def test_data_that_is_elsewhere_is_no_error(project: Path, tmp_path: Path) -> None:
