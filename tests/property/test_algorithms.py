@@ -1,17 +1,16 @@
-"""Properties of batches, flat vectors, local steps and server steps over many inputs."""
+"""Properties of batches, flat vectors and local steps over many inputs."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 from fedward_common import batches
-from fedward_common.algorithms.base import Cohort, moved_statistic
+from fedward_common.algorithms.base import moved_statistic
 from fedward_common.algorithms.local_options import LocalOptions
 from fedward_common.algorithms.node_half import Local
-from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.algorithms.training import train
 from fedward_common.task import Data
-from fedward_common.update import Kind, Layout, Update
+from fedward_common.update import Kind, Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -87,21 +86,3 @@ def test_a_mean_of_variances_is_never_negative(weights, variance, ends):
     new = moved_statistic(start, total / sum(weights))
     assert (new >= 0).all()
     assert new[1] == 0
-
-
-values = st.floats(-1e6, 1e6, width=32)
-
-
-@settings(deadline=None)
-@given(st.sampled_from(sorted(ALGORITHMS)), st.lists(values, min_size=1, max_size=6), st.integers(1, 5))
-def test_server_halves_stay_finite_and_count_rounds(name, deltas, rounds):
-    kind = ALGORITHMS[name]
-    algorithm = kind(kind.Options(name=name))
-    model = nn.Linear(len(deltas), 1, bias=False)
-    layout = Layout.of(model)
-    state = algorithm.initial(layout, {"model": np.zeros(len(deltas), np.float32)})
-    groups = {group: np.array(deltas, np.float64) for group in algorithm.sends(layout)}
-    for _ in range(rounds):
-        state = algorithm.server(state, Update(groups, 2.0), Cohort(state.round + 1, 4, 3, 2))
-    assert state.round == rounds
-    assert all(np.isfinite(vector).all() for vector in state.vectors.values())

@@ -132,6 +132,9 @@ class Algorithm(ABC, Generic[O]):
     on as if it were new."""
     neutral: ClassVar[Mapping[str, Any] | None] = None
     """Options at which one round from the initial state does what FedAvg does, None if there are none."""
+    asks: ClassVar[Mapping[str, str]] = {}
+    """The optional methods of a task that this algorithm calls, each with an example; a task without them is refused
+    (`registry.layout_of`: by `fedward plan`, by the server and when a node prepares)."""
 
     def __init__(self, options: O) -> None:
         self.options = options

@@ -143,6 +143,9 @@ def test_privacy_and_batch_norm(project: Path) -> None:
 def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: str) -> None:
     edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
     edit("run.toml", "rounds = 10", "rounds = 1")(project)
+    if "representation" in ALGORITHMS[name].asks:
+        method = "def representation(self, model, batch):\n        return model[:-1](batch[0])\n\n    def metrics("
+        edit("plan_trial/task.py", "def metrics(", method)(project)
     with (project / "run.toml").open("a") as file:
         file.write("\n[secure_sum]\nenabled = false\n")
     config = load_config(project / "run.toml")
@@ -151,6 +154,15 @@ def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: s
     event = json.loads(result.stdout.splitlines()[1])
     assert event["bytes_up"] == 4 * cost.up
     assert event["bytes_down"] == 4 * (cost.down + cost.evaluation)
+
+
+@pytest.mark.parametrize("name", ["moon", "fednp"])
+def test_a_method_that_the_algorithm_asks_for_is_missed(project: Path, name: str) -> None:
+    edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
+    result = fedward("plan", project / "run.toml", "--nodes", "4")
+    assert result.exit_code == 1
+    assert f"Digits lacks representation, which algorithm.name = '{name}' asks of a task" in result.stderr
+    assert "def representation(self, model, batch)" in result.stderr
 
 
 def test_a_cohort_is_no_larger_than_asked_for(project: Path) -> None:
