@@ -35,6 +35,13 @@ class Parabolas(Quadratic):
         super().__init__([3.0, -1.0])
 
 
+class Watched(Parabolas):
+    """The quadratics, with a representation that moves with w."""
+
+    def representation(self, model: Any, batch: Any) -> torch.Tensor:
+        return 0.1 * batch[0] + torch.tanh(model.w)
+
+
 @dataclass(frozen=True)
 class Case:
     """options: without which it refuses to be built, or to run `task`. task: takes `dtype` and `kinds` (private tensors
@@ -42,9 +49,9 @@ class Case:
 
     fixed_point: where the quadratics lead to with `on_quadratics` on top of `options`; None: no closed form is known,
     and only a shared optimum is asked for. quadratics: their task; None: it cannot train such a model. mirrors: kept
-    vector -> the server's vector that is its mean over all N nodes; what a `mirrored` algorithm owes. epochs: options
-    with which it takes `local.epochs`, where those of `options` refuse them. sensitivity: by how much a run may enlarge
-    the rounding of a secure sum.
+    vector -> the server's vector that is its mean over all N nodes (its sum, if `mirrors_sum`); what a `mirrored`
+    algorithm owes. epochs: options with which it takes `local.epochs`, where those of `options` refuse them.
+    sensitivity: by how much a run may enlarge the rounding of a secure sum.
     """
 
     options: Options = field(default_factory=dict)
@@ -53,6 +60,7 @@ class Case:
     on_quadratics: Options = field(default_factory=dict)
     quadratics: Callable[[], Any] | None = Parabolas
     mirrors: Mapping[str, str] = field(default_factory=dict)
+    mirrors_sum: bool = False
     epochs: Options = field(default_factory=dict)
     sensitivity: float = 10.0
 
@@ -64,6 +72,9 @@ CASES: Mapping[str, Case] = {
     "fedavg": Case(fixed_point=drifted()),
     "fedprox": Case(fixed_point=drifted(mu=0.5), on_quadratics={"mu": 0.5}),
     "scaffold": Case(fixed_point=optimum, mirrors={"c_i": "c"}, epochs={"max_corrected_norm": 1e6}),
+    "moon": Case(quadratics=Watched),
+    # The sum of five nodes' numbers, each on a grid of 2^-20.
+    "fednp": Case(quadratics=None, mirrors={"natural_k": "natural"}, mirrors_sum=True, sensitivity=100.0),
     "fedavgm": Case(fixed_point=drifted(), on_quadratics={"server_momentum": 0.3}),
     "fedadam": Case(fixed_point=drifted(), on_quadratics={**_TAME, "beta2": 0.5}, sensitivity=100.0),
     "fedyogi": Case(fixed_point=drifted(), on_quadratics={**_TAME, "beta2": 0.5}, sensitivity=100.0),
