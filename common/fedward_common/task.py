@@ -49,7 +49,8 @@ class Task(Protocol):
     Optional attributes: `metric_names` (the names that `metrics` returns, such as `("accuracy",)`: a secure sum has a
     fixed place for each); `tensor_kinds` (shell pattern over state-dict names -> 'trainable' | 'statistic' |
     'counter' | 'private' | 'frozen'); `central_data(config) -> Data` for evaluation on the server (its `test`, or
-    `train` if that is None); `losses(model, batch) -> Tensor`, the loss of each record, for ghost clipping.
+    `train` if that is None); `losses(model, batch) -> Tensor`, the loss of each record, for ghost clipping;
+    `labels(dataset) -> Tensor`, 1-D and whole numbers: the label of each record, for weights by label distribution.
     """
 
     def model(self) -> nn.Module:

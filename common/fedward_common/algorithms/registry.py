@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions, SumAlgorithm
 from fedward_common.algorithms.fedavg import FedAvg
+from fedward_common.algorithms.feddiscount import FedDiscount
 from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from fedward_common.algorithms.fedprox import FedProx
 from fedward_common.algorithms.scaffold import Scaffold
@@ -20,6 +21,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "scaffold": Scaffold,
+    "feddiscount": FedDiscount,
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
@@ -52,7 +54,7 @@ def layout_of(options: AlgorithmOptions, task: object, model: nn.Module) -> Layo
     own: Mapping[str, Kind | str] = algorithm.kinds(model)
     named: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})
     layout = Layout.of(model, {**own, **{pattern: kind for pattern, kind in named.items() if pattern not in own}})
-    problem = algorithm.check_layout(layout)
+    problem = algorithm.check_task(task) or algorithm.check_layout(layout)
     if problem:
         raise TaskError(problem)
     return layout
