@@ -17,7 +17,7 @@ from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.config import RunConfig
 from small_federation import Classes, Quadratic, configure
 
-from .quadratics import FixedPoint, discounted, drifted, optimum
+from .quadratics import FixedPoint, discounted, drifted, normalised, optimum
 
 Options = Mapping[str, Any]
 NONE: Options = {}
@@ -41,6 +41,9 @@ class Parabolas(Quadratic):
     def labels(self, dataset: Any) -> torch.Tensor:
         return (dataset.tensors[1][:, 0] > 0).long()
 
+    def representation(self, model: Any, batch: Any) -> torch.Tensor:
+        return model.w.expand(len(batch[0]), -1)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -48,7 +51,8 @@ class Case:
     of the test's own), both optional.
 
     fixed_point: where the quadratics lead to with `on_quadratics` on top of `options`; None: no closed form is known,
-    and only a shared optimum is asked for. quadratics: their task; None: it cannot train such a model. mirrors: kept
+    and only a shared optimum is asked for. quadratics: their task; None: it cannot train such a model. rounds: on
+    them, until no more than 1e-6 is missing. mirrors: kept
     vector -> the server's vector that is its mean (or sum) over all N nodes; what a `mirrored` algorithm owes. epochs:
     options with which it takes `local.epochs`, where those of `options` refuse them. sensitivity: by how much a run of
     the suite may enlarge the rounding of its secure sums (12 was seen).
@@ -59,6 +63,7 @@ class Case:
     fixed_point: FixedPoint | None = None
     on_quadratics: Options = field(default_factory=dict)
     quadratics: Callable[[], Any] | None = Parabolas
+    rounds: int = 25
     mirrors: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = field(default_factory=dict)
     epochs: Options = field(default_factory=dict)
     sensitivity: float = 100.0
@@ -80,6 +85,22 @@ CASES: Mapping[str, Case] = {
         on_quadratics={"classes": 2, "strength": 2.0, "floor": 0.2},
         sensitivity=1000.0,  # its sum of counts is a mean times n / floor
     ),
+    "fednova": Case(fixed_point=normalised),
+    "feddc": Case(
+        fixed_point=optimum,
+        rounds=60,
+        mirrors={"h_i": ("h", np.mean), "c_i": ("c", np.mean)},
+        epochs={"max_corrected_norm": 1e6},
+    ),
+    "feddyn": Case(fixed_point=optimum, on_quadratics={"alpha": 1.0}, rounds=60, mirrors={"h_i": ("h", np.mean)}),
+    "moon": Case(fixed_point=drifted(), on_quadratics={"mu": 0.0}),
+    "fednp": Case(quadratics=None, mirrors={"natural_k": ("natural", np.sum)}),
+    "perfedavg": Case(fixed_point=drifted(alpha=0.1), on_quadratics={"alpha": 0.1}),
+    "fedper": Case({"head": ["head.*"]}, quadratics=None),
+    "fedrep": Case({"head": ["head.*"]}, quadratics=None),
+    "fedphp": Case(fixed_point=drifted(), on_quadratics={"lam": 0.0}),
+    "ditto": Case(fixed_point=drifted()),
+    "fedbn": Case(quadratics=None),
     "fedadagrad": Case(fixed_point=drifted(), on_quadratics={**_TAME, "server_lr": 4.0}),
 }
 

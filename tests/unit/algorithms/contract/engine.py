@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from fedward_client.state import FileStore
-from fedward_common.algorithms.registry import build_sum
+from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig
 from fedward_common.local import LocalRunner
 from fedward_common.messages import Purpose, Reply, Request
@@ -78,7 +78,7 @@ class Federation:
         clock = simulated_clock()
         handlers = {name: site.handle for name, site in self.sites.items()}
         transport = MemoryTransport(handlers, (), faults, clock)
-        algorithm = build_sum(self.config.algorithm)
+        algorithm: Any = build(self.config.algorithm)
         layout = next(iter(self.sites.values())).layout
         return Rounds(
             self.config,
