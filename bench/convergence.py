@@ -126,7 +126,7 @@ def settings(case: Case, rate: float, seed: int) -> RunConfig:
 def rounds_needed(case: Case, rate: float, seed: int, limit: int) -> tuple[int | None, float]:
     """Rounds to the goal (None if more than `limit`), and seconds a round."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         paths = RunPaths(Path(folder) / "run")
         watch = Watch(paths.events, limit)
         began = time.monotonic()
@@ -146,7 +146,8 @@ def rounds_needed(case: Case, rate: float, seed: int, limit: int) -> tuple[int |
     return (count if watch.reached() else None), seconds / count
 
 
-def _memory_folder() -> str | None:
+def memory_folder() -> str | None:
+    """Where files that nobody needs later are quickest written."""
     # Checkpoints are written and forgotten: no need to wait for a disk.
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -237,7 +238,7 @@ def distance(algorithm: Mapping[str, Any], rounds: int = 200) -> float:
             "evaluation": {"every": 0},
         }
     )
-    with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         outcome = simulate(config, Quadratic(), QUADRATICS, RunPaths(Path(folder) / "run"))
     if outcome.status != "finished":
         raise RuntimeError(outcome.reason)

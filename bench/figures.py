@@ -14,7 +14,7 @@ from fedward_common.files import write_atomic
 
 RESULTS = Path(__file__).parent / "results"
 
-_RULES = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
+_RULES = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
 
 
 @dataclass(frozen=True)

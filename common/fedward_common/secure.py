@@ -16,6 +16,7 @@ from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from fedward_common import scalar_groups
 from fedward_common.algorithms.registry import build_sum
 from fedward_common.chain import Head
 from fedward_common.config import RunConfig
@@ -45,7 +46,7 @@ from fedward_common.steps import (
     told_terms,
 )
 from fedward_common.summand import Shape
-from fedward_common.update import Kind, Update, Vectors
+from fedward_common.update import Extent, Kind, Update, Vectors
 from fedward_common.work import Done, Work
 
 log = logging.getLogger("fedward.node")
@@ -264,11 +265,16 @@ class SecureParticipant(Participant):
         weight = 1.0
         if request.purpose is Purpose.TRAIN:
             update, info = self._trained(request, broadcast)
-            if len(shape.groups) < len(update.groups) and not info["complete"]:
+            summed = self._summed()
+            if len(summed) < len(update.groups) and not info["complete"]:
                 raise Refused(Failure(Reason.TIME_LIMIT, "some steps were left out, which this sum cannot hold"))
             groups = {group.name: update.groups[group.name] for group in shape.groups}
             weight = 1.0 if self.config.uniform else update.weight
             metrics |= {TRAIN + name: value for name, value in update.metrics.items()}
+            try:
+                metrics |= scalar_groups.weighted(summed, update.groups, weight)
+            except UpdateError as error:
+                raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
         return laid_out(shape, Update(groups, weight, metrics))
 
     def _words_by_site(self, request: Request, shape: Shape, broadcast: Vectors, spare_key: bytes) -> Words:
@@ -340,11 +346,10 @@ class SecureParticipant(Participant):
                 rule = f"the sum is {shape.to_json()}, this node's is {asked_shape.to_json()}"
                 raise Refused(Failure(Reason.SECURE_SUM, rule))
             return
-        algorithm = build_sum(self.config.algorithm)
-        summed = algorithm.summed(layout, self.config.local) if trains else {}
+        lengths = scalar_groups.lengths(layout, self._summed()) if trains else {}
         weighs = trains and not self.config.uniform
         rules = (
-            ("groups", {g.name: g.length for g in shape.groups}, {g: layout.extent(e)[0] for g, e in summed.items()}),
+            ("groups", {g.name: g.length for g in shape.groups}, lengths),
             ("metrics", shape.metrics, self._metrics(shape, trains)),
             ("bits", shape.bits, self.config.secure_sum.bits),
             ("capacity", shape.capacity, n),
@@ -354,12 +359,16 @@ class SecureParticipant(Participant):
             if given != asked:
                 raise Refused(Failure(Reason.SECURE_SUM, f"{name} of the sum: {given}, this node's are {asked}"))
 
+    def _summed(self) -> Mapping[str, Extent]:
+        return build_sum(self.config.algorithm).summed(self._known().layout, self.config.local)
+
     def _metrics(self, shape: Shape, trains: bool) -> tuple[str, ...]:
+        numbers = scalar_groups.names(self._summed()) if trains else ()
         if self.config.privacy is not None:
-            return ()
+            return numbers
         if not trains and shape.metrics == WEIGHING:
             return WEIGHING
-        return schema(trains, _evaluates(shape) or not trains, self._known().metric_names)
+        return schema(trains, _evaluates(shape) or not trains, self._known().metric_names) + numbers
 
     def _guarantees(self, n: int, request: Request) -> Guarantees:
         with refusing():

@@ -47,7 +47,7 @@ class Kind(StrEnum):
 
 
 Extent = Kind | int
-"""How long a vector is: as the flat vector of a kind, or so many numbers."""
+"""How long a vector is: as the flat vector of a kind, or so many single numbers (a few: `scalar_groups`)."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedward_common import ranges
+from fedward_common import ranges, scalar_groups
 from fedward_common.algorithms.base import DELTA, SumAlgorithm
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, UpdateError
@@ -166,18 +166,19 @@ class SecureCollector:
     ) -> Gathered:
         spend = self._spending(requests)
         summed = self.algorithm.summed(self.layout, self.config.local)
-        lengths = {group: self.layout.extent(extent)[0] for group, extent in summed.items()}
+        lengths = scalar_groups.lengths(self.layout, summed)
         scales = now.scales or self._first_scales(requests, lengths, quorum)
         # A model is evaluated with the first training that starts from it.
         evaluates = now.round > 0 and evaluation.due(self.config.evaluation, now.round, self.config.rounds)
-        metrics = self._metrics(evaluates)
+        metrics = self._metrics(evaluates) + scalar_groups.names(summed)
 
         def shape(n: int) -> Shape:
             return Shape(scales.shape_groups(lengths), metrics, self.config.secure_sum.bits, n, scales.weight)
 
         done = self._sum(requests, shape, self.config.cohort.deadline, quorum, others, note, spend)
         clipped = {name: int(count) for name, count in _named(CLIPPED, done.mean.metrics).items()}
-        mean = Update(done.mean.groups, done.mean.weight, _named(TRAIN, done.mean.metrics))
+        groups = {**done.mean.groups, **scalar_groups.means(summed, done.mean)}
+        mean = Update(groups, done.mean.weight, _named(TRAIN, done.mean.metrics))
         return Gathered(
             done.survivors,
             done.failures,

@@ -48,6 +48,15 @@ class AlgorithmOptions(BaseModel):
         return None
 
 
+def parts_by_site(name: str, kept: str) -> str:
+    """Why an algorithm whose server has a counterpart of what nodes keep has no privacy by site."""
+    return (
+        f"algorithm.name = '{name}' with privacy.unit = 'site': a node's {kept} from its whole update, the server's "
+        "from the clipped ones, and their means would part. Choose fedavg, fedprox or a server optimiser, or remove "
+        "[privacy]."
+    )
+
+
 @dataclass(frozen=True)
 class ServerState:
     """All that the server carries from round to round. `vectors` holds "model", "statistic" (if any) and
@@ -123,6 +132,9 @@ class Algorithm(ABC, Generic[O]):
     on as if it were new."""
     neutral: ClassVar[Mapping[str, Any] | None] = None
     """Options at which one round from the initial state does what FedAvg does, None if there are none."""
+    asks: ClassVar[Mapping[str, str]] = {}
+    """The optional methods of a task that this algorithm calls, each with an example; a task without them is refused
+    (`registry.layout_of`: by `fedward plan`, by the server and when a node prepares)."""
 
     def __init__(self, options: O) -> None:
         self.options = options
@@ -134,10 +146,6 @@ class Algorithm(ABC, Generic[O]):
 
     def check_layout(self, layout: Layout) -> str | None:
         """Why this algorithm cannot work with a model of that layout (with the way out), or None."""
-        return None
-
-    def check_task(self, task: object) -> str | None:
-        """Why this algorithm cannot work with that task (with the way out), or None."""
         return None
 
     def initial(self, layout: Layout, vectors: Vectors) -> ServerState:

@@ -63,14 +63,9 @@ class FedDiscount(LocalSGD[FedDiscountOptions]):
 
     Options = FedDiscountOptions
     neutral: ClassVar[Mapping[str, Any]] = {"strength": 0.0}
-
-    def check_task(self, task: object) -> str | None:
-        if callable(getattr(task, "labels", None)):
-            return None
-        return (
-            f"algorithm.name = 'feddiscount' needs labels(dataset) -> 1-D integer tensor in {type(task).__name__}, the "
-            "label of each example. Add it (for a TensorDataset: return dataset.tensors[1]), or choose fedavg."
-        )
+    asks: ClassVar[Mapping[str, str]] = {
+        LABELS: "def labels(self, dataset): return dataset.tensors[1]  # the label of each record, 1-D and whole"
+    }
 
     def initial(self, layout: Layout, vectors: Vectors) -> ServerState:
         return ServerState({**vectors, LABELS: np.zeros(self.options.classes)})
@@ -105,8 +100,8 @@ class FedDiscount(LocalSGD[FedDiscountOptions]):
         if q is None or options.strength == 0:
             return 1.0
         measure = {"hellinger": hellinger, "kl": kl}[options.distance]
-        # expm1, so that φ(0) is 1 exactly.
-        return 1.0 + (1.0 - options.floor) * math.expm1(-options.strength * measure(p, q))
+        # In this order: f + (1 − f) rounds to 1 for every f, so that φ(0) is 1, and no φ is under the floor.
+        return options.floor + (1.0 - options.floor) * math.exp(-options.strength * measure(p, q))
 
     def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
         counts = moved(server.vectors[LABELS], mean.groups[LABELS], mean.weight / self.options.floor)

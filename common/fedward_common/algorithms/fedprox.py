@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from fedward_common.algorithms.base import DELTA, MODEL, AlgorithmOptions, Cohort, ServerState, moved
 from fedward_common.algorithms.fedavg import LocalSGD, ServerLR, advanced
-from fedward_common.algorithms.node_half import Hook, Local, gradients, tensors
+from fedward_common.algorithms.hooks import proximal
+from fedward_common.algorithms.node_half import Hook, Local
 from fedward_common.update import Update, Vectors
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 class FedProxOptions(AlgorithmOptions):
@@ -35,21 +32,8 @@ class FedProx(LocalSGD[FedProxOptions]):
     neutral: ClassVar[Mapping[str, Any]] = {"mu": 0.0}
 
     def hooks(self, local: Local, message: Vectors) -> Sequence[Hook]:
-        if not self.options.mu:
-            return ()
-        return (_Proximal(self.options.mu, tensors(local, message[MODEL])),)
+        return proximal(local, self.options.mu, message[MODEL])
 
     def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
         return advanced(server, mean, moved(server.model, mean.groups[DELTA], self.options.server_lr))
 
-
-class _Proximal(Hook):
-    def __init__(self, mu: float, anchor: list[torch.Tensor]) -> None:
-        self._mu = mu
-        self._anchor = anchor
-
-    def before_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        import torch
-
-        drift = torch._foreach_sub(list(parameters), self._anchor)
-        torch._foreach_add_(gradients(parameters), drift, alpha=self._mu)

@@ -40,6 +40,11 @@ class LocalOptions(BaseModel):
             return self.lr
         return self.lr * self.schedule.factor(round_ - 1 if self.schedule.by == "round" else step)
 
+    @property
+    def same_steps(self) -> bool:
+        """Whether every node does the same steps, so that what follows from their number is known to all."""
+        return self.steps is not None and self.max_seconds is None
+
 
 def mass(options: LocalOptions, round_: int) -> float:
     """`Trained.mass` of that round's training, if it does all of its `options.steps`."""

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from fedward_common.algorithms.base import Algorithm, AlgorithmOptions, SumAlgorithm
 from fedward_common.algorithms.fedavg import FedAvg
+from fedward_common.algorithms.feddc import FedDC
 from fedward_common.algorithms.feddiscount import FedDiscount
+from fedward_common.algorithms.feddyn import FedDyn
+from fedward_common.algorithms.fednova import FedNova
+from fedward_common.algorithms.fednp import FedNP
 from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from fedward_common.algorithms.fedprox import FedProx
+from fedward_common.algorithms.moon import Moon
 from fedward_common.algorithms.scaffold import Scaffold
 from fedward_common.errors import ConfigError, TaskError
 from fedward_common.update import Kind, Layout
@@ -21,6 +26,11 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "scaffold": Scaffold,
+    "fednova": FedNova,
+    "feddc": FedDC,
+    "feddyn": FedDyn,
+    "moon": Moon,
+    "fednp": FedNP,
     "feddiscount": FedDiscount,
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
@@ -49,12 +59,20 @@ def build(options: AlgorithmOptions) -> Algorithm[Any]:
 
 def layout_of(options: AlgorithmOptions, task: object, model: nn.Module) -> Layout:
     """The layout of the task's model as the algorithm sees it: its own kinds first, then the task's `tensor_kinds`
-    (shell pattern -> kind). Raises `TaskError`, also if the algorithm cannot work with such a model."""
+    (shell pattern -> kind). Raises `TaskError`, also if the algorithm cannot work with such a model or asks for a
+    method that the task lacks."""
     algorithm = build(options)
+    missing = [name for name in algorithm.asks if not callable(getattr(task, name, None))]
+    if missing:
+        lines = "\n".join(f"  {algorithm.asks[name]}" for name in missing)
+        raise TaskError(
+            f"{type(task).__name__} lacks {', '.join(missing)}, which algorithm.name = {options.name!r} asks of a "
+            f"task. Choose another algorithm, or add:\n{lines}"
+        )
     own: Mapping[str, Kind | str] = algorithm.kinds(model)
     named: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})
     layout = Layout.of(model, {**own, **{pattern: kind for pattern, kind in named.items() if pattern not in own}})
-    problem = algorithm.check_task(task) or algorithm.check_layout(layout)
+    problem = algorithm.check_layout(layout)
     if problem:
         raise TaskError(problem)
     return layout

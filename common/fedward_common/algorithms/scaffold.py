@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
+from fedward_common.algorithms import control
 from fedward_common.algorithms.base import (
     DELTA,
     MODEL,
@@ -17,20 +18,14 @@ from fedward_common.algorithms.base import (
     ServerState,
     SumAlgorithm,
     moved,
+    parts_by_site,
 )
+from fedward_common.algorithms.control import CONTROL, DELTA_CONTROL, NODE_CONTROL
 from fedward_common.algorithms.fedavg import ServerLR, advanced, changes
-from fedward_common.algorithms.local_options import LocalOptions, mass
-from fedward_common.algorithms.node_half import Hook, Local, gradients, tensors
+from fedward_common.algorithms.hooks import Correction, MaxCorrectedNorm
+from fedward_common.algorithms.local_options import LocalOptions
+from fedward_common.algorithms.node_half import Local
 from fedward_common.update import Extent, Kind, Layout, Update, Vectors
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-CONTROL = "c"
-"""Server control variate c, in the server's state and (after the warm start) in broadcasts."""
-NODE_CONTROL = "c_i"
-DELTA_CONTROL = "delta_c"
 
 
 class ScaffoldOptions(AlgorithmOptions):
@@ -41,26 +36,15 @@ class ScaffoldOptions(AlgorithmOptions):
         default="II", description="c_i from one more pass over the local data (I) or from the steps (II)"
     )
     server_lr: ServerLR = 1.0
-    max_corrected_norm: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="clip the L2 norm of the corrected gradient g − c_i + c"
-    )
+    max_corrected_norm: MaxCorrectedNorm = None
     warm_start_rounds: int = Field(default=0, ge=0, description="first rounds as FedAvg; c, c_i stay at 0")
 
     def check(self, local: LocalOptions) -> str | None:
-        if local.epochs is not None and self.max_corrected_norm is None:
-            return (
-                f"local.epochs = {local.epochs} gives nodes different numbers of steps, with which SCAFFOLD "
-                "can run away. Give local.steps instead, or clip with algorithm.max_corrected_norm."
-            )
-        return None
+        return control.steps_problem("SCAFFOLD", local, self.max_corrected_norm)
 
     def check_privacy(self, unit: str) -> str | None:
         if unit == "site":
-            return (
-                "algorithm.name = 'scaffold' with privacy.unit = 'site': a node's control variate follows from its "
-                "whole update, the server's from the clipped ones, and their means would part. Choose fedavg, fedprox "
-                "or a server optimiser, or remove [privacy]."
-            )
+            return parts_by_site("scaffold", "control variate follows")
         if self.option == "I":
             return (
                 f"algorithm.option = 'I' with privacy.unit = '{unit}': its control variate is a gradient over all "
@@ -104,16 +88,14 @@ class Scaffold(SumAlgorithm[ScaffoldOptions]):
 
     def _follows(self, local: LocalOptions) -> bool:
         # Option II with equal K: Δc_i = −c − Δ_i/m with one m for all, so mean Δc = −c − mean Δ / m.
-        return self.options.option == "II" and local.steps is not None and local.max_seconds is None
+        return self.options.option == "II" and local.same_steps
 
     def completed(self, server: ServerState, mean: Update, local: LocalOptions) -> Update:
         if not self._follows(local):
             return mean
-        delta_c = np.zeros_like(mean.groups[DELTA])
-        if server.round >= self.options.warm_start_rounds:
-            delta_c -= server.vectors[CONTROL]
-            delta_c -= mean.groups[DELTA] / mass(local, server.round + 1)
-        return replace(mean, groups={**mean.groups, DELTA_CONTROL: delta_c})
+        if server.round < self.options.warm_start_rounds:
+            return replace(mean, groups={**mean.groups, DELTA_CONTROL: np.zeros_like(mean.groups[DELTA])})
+        return control.completed(server, mean, local)
 
     def client(self, local: Local, message: Vectors, state: Vectors) -> tuple[Update, Vectors]:
         from fedward_common.algorithms.training import gradient, train
@@ -126,36 +108,22 @@ class Scaffold(SumAlgorithm[ScaffoldOptions]):
         w, c = message[MODEL], message[CONTROL]
         # Before training, since it has to leave the model as training left it.
         full = gradient(local, message) if self.options.option == "I" else None
-        correction = _Correction(tensors(local, c - c_i), self.options.max_corrected_norm)
+        correction = Correction(local, c - c_i, self.options.max_corrected_norm)
         trained = train(local, message, (correction,))
         groups = changes(trained, message)
-        if full is not None:
+        if full is None:
+            new = control.renewed(c_i, c, groups[DELTA], trained.mass)
+        else:
             # Decay is part of the steps' gradient, so it is part of f_i.
             new = full + local.options.weight_decay * w if local.options.weight_decay else full
-        else:
-            new = c_i - c - groups[DELTA] / trained.mass
-        new = new.astype(c_i.dtype, copy=False)
+            new = new.astype(c_i.dtype, copy=False)
         groups[DELTA_CONTROL] = new - c_i
         return Update(groups, 1.0, trained.metrics), {NODE_CONTROL: new}
 
     def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
-        share = cohort.replied / cohort.enrolled
         return advanced(
             server,
             mean,
             moved(server.model, mean.groups[DELTA], self.options.server_lr),
-            **{CONTROL: moved(server.vectors[CONTROL], mean.groups[DELTA_CONTROL], share)},
+            **{CONTROL: control.advanced_control(server, mean, cohort)},
         )
-
-
-class _Correction(Hook):
-    def __init__(self, correction: list[torch.Tensor], max_norm: float | None) -> None:
-        self._correction = correction
-        self._max_norm = max_norm
-
-    def before_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        import torch
-
-        torch._foreach_add_(gradients(parameters), self._correction)
-        if self._max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)

@@ -53,7 +53,7 @@ def train(
     tensors_of = _Tensors(local, moves)
     tensors_of.load(start)
     parameters, corrected = tensors_of.optimised, tensors_of.trainable
-    optimiser = _SGD(parameters, options, local.round)
+    optimiser = SGD(parameters, options, local.round)
     metrics: dict[str, float] = {}
     done, planned = 0, steps or _planned(local)
     with closing(_gradients(local, parameters, metrics, hooks, source)) as ready:
@@ -226,10 +226,10 @@ class _Tensors:
         return {name: self._layout.pack(self._state, kind) for name, kind in self._sent.items()}
 
 
-class _SGD:
+class SGD:
     """torch.optim.SGD's arithmetic, bit for bit, without its bookkeeping a step; counts the mass."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], options: LocalOptions, round_: int) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], options: LocalOptions, round_: int) -> None:
         self._parameters: list[torch.Tensor] = list(parameters)
         self._options = options
         self._buffers: list[torch.Tensor] | None = None

@@ -64,8 +64,11 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(6, dtype=dtype)
         self.head = nn.Linear(6, 3, dtype=dtype)
 
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.body(x)))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.norm(self.body(x))))
+        return self.head(self.features(x))
 
 
 class Classes:
@@ -90,6 +93,9 @@ class Classes:
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
+
+    def representation(self, model: Any, batch: Any) -> torch.Tensor:
+        return model.features(batch[0])
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).double().mean()}

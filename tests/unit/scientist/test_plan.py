@@ -146,10 +146,13 @@ ASKED_FOR = {"feddiscount": "classes = 10"}
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: str) -> None:
     edit("run.toml", 'name = "fedavg"', f'name = "{name}"\n{ASKED_FOR.get(name, "")}')(project)
-    file = next(path for path in project.rglob("*.py") if "def loss(" in path.read_text())
-    labels = "    def labels(self, dataset):\n        return dataset.tensors[1]\n\n"
-    file.write_text(file.read_text().replace("    def loss(", f"{labels}    def loss(", 1))
     edit("run.toml", "rounds = 10", "rounds = 1")(project)
+    if "representation" in ALGORITHMS[name].asks:
+        method = "def representation(self, model, batch):\n        return model[:-1](batch[0])\n\n    def metrics("
+        edit("plan_trial/task.py", "def metrics(", method)(project)
+    if "labels" in ALGORITHMS[name].asks:
+        method = "def labels(self, dataset):\n        return dataset.tensors[1]\n\n    def metrics("
+        edit("plan_trial/task.py", "def metrics(", method)(project)
     with (project / "run.toml").open("a") as file:
         file.write("\n[secure_sum]\nenabled = false\n")
     config = load_config(project / "run.toml")
@@ -158,6 +161,15 @@ def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: s
     event = json.loads(result.stdout.splitlines()[1])
     assert event["bytes_up"] == 4 * cost.up
     assert event["bytes_down"] == 4 * (cost.down + cost.evaluation)
+
+
+@pytest.mark.parametrize("name", ["moon", "fednp"])
+def test_a_method_that_the_algorithm_asks_for_is_missed(project: Path, name: str) -> None:
+    edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
+    result = fedward("plan", project / "run.toml", "--nodes", "4")
+    assert result.exit_code == 1
+    assert f"Digits lacks representation, which algorithm.name = '{name}' asks of a task" in result.stderr
+    assert "def representation(self, model, batch)" in result.stderr
 
 
 def test_a_cohort_is_no_larger_than_asked_for(project: Path) -> None:
