@@ -178,8 +178,8 @@ class Algorithm(ABC, Generic[O]):
         vectors.
 
         The new state is committed only when the server says that the update was in the sum. The returned
-        update's weight is 1 if `uniform`, else the number of examples. Group "statistic" holds the change
-        of the float buffers, as "delta" holds the change of the parameters."""
+        update's weight is 1 if `uniform`, else the number of examples, or a part of it. Group "statistic" holds the
+        change of the float buffers, as "delta" holds the change of the parameters."""
 
     def personal(self, local: Local, message: Vectors, state: Vectors) -> Vectors:
         """The model ("model", "statistic" if any) that a node with these kept vectors would use itself: what its own

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fedward_common.algorithms.base import AlgorithmOptions, SumAlgorithm
 from fedward_common.algorithms.fedavg import FedAvg
 from fedward_common.algorithms.feddc import FedDC
+from fedward_common.algorithms.feddiscount import FedDiscount
 from fedward_common.algorithms.feddyn import FedDyn
 from fedward_common.algorithms.fednova import FedNova
 from fedward_common.algorithms.fednp import FedNP
@@ -30,6 +31,7 @@ ALGORITHMS: dict[str, type[SumAlgorithm[Any]]] = {
     "feddyn": FedDyn,
     "moon": Moon,
     "fednp": FedNP,
+    "feddiscount": FedDiscount,
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
