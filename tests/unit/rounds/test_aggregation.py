@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from fedward_common.aggregation_options import RULES
 from fedward_common.errors import ConfigError, TaskError
-from fedward_common.messages import Purpose, Stamp
-from fedward_common.node import MemoryStore
+from fedward_common.messages import Purpose, Reply, Stamp
+from fedward_common.node import MemoryStore, Participant
+from fedward_common.secure import SecureParticipant, Standing
+from fedward_common.signing import generate
+from fedward_common.steps import MASKED
+from fedward_common.work import Done
 from fedward_server import gathering
 from fedward_server.checkpoint import Checkpoints, read_checkpoint
 from fedward_server.events import read_events
@@ -251,6 +255,20 @@ def test_the_server_bounds_what_a_lying_node_sends_and_names_it(paths):
     deltas = liars.deltas(1)
     within = [delta * min(1.0, 0.3 / np.linalg.norm(delta)) for delta in deltas.values()]
     np.testing.assert_allclose(moved(outcome, paths()), np.mean(within, axis=0), atol=1e-6)
+
+
+def test_a_nodes_journal_says_that_its_update_was_bounded():
+    full = Reply(Purpose.TRAIN, "run", vectors={"delta": np.zeros(1)}, metrics={"examples": 1.0})
+    held = dataclasses.replace(full, vectors={}, held=True)
+    for aggregation, told in ((BOUND, ("update-gate", "clip-norm")), ({"rule": "median"}, ("update-gate",))):
+        node = Participant(config("fedavg", aggregation=aggregation), MemoryStore(), lambda work: Done())
+        assert node.protections(full) == told and node.protections(held) == ("update-gate",)
+    identity = generate()
+    standing = Standing(b"n" * 16, identity, lambda: None, lambda: None, 2)
+    run = secure_config("fedavg", aggregation=BOUND)
+    node = SecureParticipant("r", run, MemoryStore(), lambda work: Done(), standing)
+    masked = Reply(Purpose.MASK, "r", vectors={MASKED: np.zeros(1, np.uint8)})
+    assert node.protections(masked) == ("update-gate", "clip-norm", "clip", "quantize", "secure-sum")
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedadam"])
