@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedward_common.algorithms.base import AlgorithmOptions, SumAlgorithm
+from fedward_common.algorithms.fedadaptive import FedAdaptive
 from fedward_common.algorithms.fedavg import FedAvg
 from fedward_common.algorithms.feddc import FedDC
-from fedward_common.algorithms.feddiscount import FedDiscount
 from fedward_common.algorithms.feddyn import FedDyn
 from fedward_common.algorithms.fednova import FedNova
 from fedward_common.algorithms.fednp import FedNP
@@ -31,7 +31,7 @@ ALGORITHMS: dict[str, type[SumAlgorithm[Any]]] = {
     "feddyn": FedDyn,
     "moon": Moon,
     "fednp": FedNP,
-    "feddiscount": FedDiscount,
+    "fedadaptive": FedAdaptive,
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
     "fedyogi": FedYogi,

@@ -166,7 +166,7 @@ def test_privacy_and_batch_norm(project: Path) -> None:
     assert refused.exit_code == 1 and "GroupNorm" in refused.output
 
 
-ASKED_FOR = {"feddiscount": "classes = 10"}
+ASKED_FOR = {"fedadaptive": "classes = 10"}
 """What an algorithm cannot do without: lines of its table."""
 
 

@@ -79,11 +79,10 @@ CASES: Mapping[str, Case] = {
     "fedavgm": Case(fixed_point=drifted(), on_quadratics={"server_momentum": 0.3}),
     "fedadam": Case(fixed_point=drifted(), on_quadratics={**_TAME, "beta2": 0.5}),
     "fedyogi": Case(fixed_point=drifted(), on_quadratics={**_TAME, "beta2": 0.5}),
-    "feddiscount": Case(
+    "fedadaptive": Case(
         {"classes": 3},
         fixed_point=discounted(2.0, 0.2),
         on_quadratics={"classes": 2, "strength": 2.0, "floor": 0.2},
-        sensitivity=1000.0,  # its sum of counts is a mean times n / floor
     ),
     "fednova": Case(fixed_point=normalised),
     "feddc": Case(

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 LABELS = "labels"
 """Label counts, C numbers. On the server: Σ n_i p_i over all nodes that have told theirs. In a broadcast: q, their
-distribution. Kept by a node: its own n_i p_i. In an update: see `FedDiscount`."""
+distribution. Kept by a node: its own n_i p_i. In an update: see `FedAdaptive`."""
 TOLD = "told"
 """Kept by a node: 1 once its label counts were in a sum."""
 
 
-class FedDiscountOptions(AlgorithmOptions):
-    """`[algorithm] name = "feddiscount"`."""
+class FedAdaptiveOptions(AlgorithmOptions):
+    """`[algorithm] name = "fedadaptive"`."""
 
-    name: Literal["feddiscount"] = "feddiscount"
+    name: Literal["fedadaptive"] = "fedadaptive"
     classes: int = Field(ge=2, le=10_000, description="C: labels are whole numbers from 0 to C − 1")
     distance: Literal["hellinger", "kl"] = Field(
         default="hellinger", description="d(p_i, q) between a node's label distribution and the summed one"
@@ -43,12 +43,12 @@ class FedDiscountOptions(AlgorithmOptions):
 
     def check_privacy(self, unit: str) -> str | None:
         return (
-            f"algorithm.name = 'feddiscount' with privacy.unit = '{unit}': label counts and the weights that follow "
+            f"algorithm.name = 'fedadaptive' with privacy.unit = '{unit}': label counts and the weights that follow "
             "from them are data that no noise hides. Choose fedavg, fedprox or a server optimiser, or remove [privacy]."
         )
 
 
-class FedDiscount(LocalSGD[FedDiscountOptions]):
+class FedAdaptive(LocalSGD[FedAdaptiveOptions]):
     """Weights u_i = n_i φ(d(p_i, q)), φ(d) = floor + (1 − floor) e^{−s d}: w ← w + η_g Σ u_i Δ_i / Σ u_i.
 
     p_i: the node's label distribution; q: that of Σ n_i p_i over the census, the first `census_rounds` rounds; φ = 1
@@ -56,12 +56,11 @@ class FedDiscount(LocalSGD[FedDiscountOptions]):
     a class that q lacks. FedDisco (Ye et al. 2023, ICML) has the idea, with weights ∝ ReLU(n_i − a d_i + b) and the
     server's knowledge of every node's d_i.
 
-    The counts travel in the sum of the updates, as the group "labels" = floor · n_i p_i / u_i, all within [0, 1] since
-    φ > floor: its weighted mean times Σ u_i / floor is Σ n_i p_i. A node tells them once: sums of one unchanging vector
-    over cohorts that change could be solved for it.
+    The counts travel in the sum of the updates, as the group "labels" = n_i p_i / u_i: its weighted mean times Σ u_i is
+    Σ n_i p_i. A node tells them once: sums of one unchanging vector over cohorts that change could be solved for it.
     """
 
-    Options = FedDiscountOptions
+    Options = FedAdaptiveOptions
     neutral: ClassVar[Mapping[str, Any]] = {"strength": 0.0}
     asks: ClassVar[Mapping[str, str]] = {
         LABELS: "def labels(self, dataset): return dataset.tensors[1]  # the label of each record, 1-D and whole"
@@ -90,7 +89,7 @@ class FedDiscount(LocalSGD[FedDiscountOptions]):
         update, _ = super().client(local, message, {})
         weight = update.weight * self.discount(counts / counts.sum(), message.get(LABELS))
         tells = not state[TOLD].any() and local.round <= self.options.census_rounds
-        told = self.options.floor * counts / weight if tells else np.zeros_like(counts)
+        told = counts / weight if tells else np.zeros_like(counts)
         kept = {LABELS: counts, TOLD: np.ones(1) if tells else state[TOLD]}
         return Update({**update.groups, LABELS: told}, weight, update.metrics), kept
 
@@ -104,7 +103,7 @@ class FedDiscount(LocalSGD[FedDiscountOptions]):
         return options.floor + (1.0 - options.floor) * math.exp(-options.strength * measure(p, q))
 
     def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
-        counts = moved(server.vectors[LABELS], mean.groups[LABELS], mean.weight / self.options.floor)
+        counts = moved(server.vectors[LABELS], mean.groups[LABELS], mean.weight)
         model = moved(server.model, mean.groups[DELTA], self.options.server_lr)
         return advanced(server, mean, model, **{LABELS: counts})
 
