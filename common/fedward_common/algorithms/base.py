@@ -6,7 +6,7 @@ A newcomer adds one file here and one line in `registry.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -192,8 +192,8 @@ class Algorithm(ABC, Generic[O]):
         vectors.
 
         The new state is committed only when the server says that the update was in the sum. The returned
-        update's weight is 1 if `uniform`, else the number of examples. Group "statistic" holds the change
-        of the float buffers, as "delta" holds the change of the parameters."""
+        update's weight is 1 if `uniform`, else the number of examples, or a part of it. Group "statistic" holds the
+        change of the float buffers, as "delta" holds the change of the parameters."""
 
     def personal(self, local: Local, message: Vectors, state: Vectors) -> Vectors:
         """The model ("model", "statistic" if any) that a node with these kept vectors would use itself: what its own
@@ -220,12 +220,3 @@ class SumAlgorithm(Algorithm[O]):
 
         mean.groups: float64 means Σw_i x_i / Σw_i; the result keeps the dtypes of `server.vectors`.
         """
-
-
-class PerClientAlgorithm(Algorithm[O]):
-    """The server needs single updates: refused together with secure aggregation."""
-
-    @abstractmethod
-    def server(self, server: ServerState, updates: Sequence[Update], cohort: Cohort) -> ServerState:
-        """The next server state (with `round` + 1) from the updates themselves, in the order of node
-        names."""

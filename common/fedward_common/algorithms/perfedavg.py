@@ -71,7 +71,7 @@ class PerFedAvg(Averaging[PerFedAvgOptions]):
         from fedward_common import batches
         from fedward_common.algorithms.training import LossSums, backward, checked_loss, spared, train_mode
 
-        model, count, size = local.model, local.examples, local.options.batch_size
+        model, count, size = local.model, local.in_pass, local.options.batch_size
         read = batches.reader(local.data.train, local.data.collate, local.device)
         train_mode(model, count, size)
         seen = LossSums()

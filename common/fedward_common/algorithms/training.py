@@ -56,7 +56,7 @@ def train(
     if not parameters:
         wanted = " or ".join(kind.value for kind in moves)
         raise TaskError(f"the model has no {wanted} parameter with requires_grad=True, so these steps move nothing.")
-    optimiser = _SGD(parameters, options, local.round)
+    optimiser = SGD(parameters, options, local.round)
     metrics: dict[str, float] = {}
     done, planned = 0, steps or _planned(local)
     with _still(tensors_of.left), closing(_gradients(local, parameters, metrics, hooks, source)) as ready:
@@ -94,7 +94,7 @@ def _planned(local: Local) -> int:
     if local.private is not None:
         return local.private.steps
     options = local.options
-    return options.steps or (options.epochs or 1) * batches.epoch_length(local.examples, options.batch_size)
+    return options.steps or (options.epochs or 1) * batches.epoch_length(local.in_pass, options.batch_size)
 
 
 def _gradients(
@@ -119,7 +119,7 @@ def _gradients(
 def _plain_steps(
     local: Local, parameters: Sequence[nn.Parameter], metrics: dict[str, float], hooks: Sequence[Hook]
 ) -> Generator[None, None, None]:
-    model, count, size = local.model, local.examples, local.options.batch_size
+    model, count, size = local.model, local.in_pass, local.options.batch_size
     read = batches.reader(local.data.train, local.data.collate, local.device)
     train_mode(model, count, size)
     seen = LossSums()
@@ -165,7 +165,7 @@ def gradient(local: Local, at: Vectors) -> Vector:
     Taken in training mode, as the steps take theirs, in batches of `batch_size` in the data's order;
     without weight decay and clipping. Leaves the model's buffers as they were. Raises `TaskError` as
     `train` does."""
-    model, count = local.model, local.examples
+    model, count = local.model, local.in_pass
     seed_all(local.seed, local.device)
     tensors_of = _Tensors(local)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -276,10 +276,10 @@ class _Tensors:
         return {name: self._layout.pack(self._state, kind) for name, kind in self._sent.items()}
 
 
-class _SGD:
+class SGD:
     """torch.optim.SGD's arithmetic, bit for bit, without its bookkeeping a step; counts the mass."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], options: LocalOptions, round_: int) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], options: LocalOptions, round_: int) -> None:
         self._parameters: list[torch.Tensor] = list(parameters)
         self._options = options
         self._buffers: list[torch.Tensor] | None = None
