@@ -82,9 +82,9 @@ def test_the_global_model_is_fedavgs_bit_for_bit():
             assert not np.array_equal(fed.kept(node)["v_i_private"], fed.kept(node)["private"])
 
 
-def test_a_personal_model_has_float_buffers_of_its_own():
-    """With λ = 0 and as many steps it is what FedAvg would train on that node alone, buffers included."""
-    task = Classes(torch.float64)
+def test_a_personal_model_has_float_buffers_and_private_tensors_of_its_own():
+    """With λ = 0 nothing of w gets into it, whoever else trains w."""
+    task = Classes(torch.float64, {"head.*": "private"})
     mine = federation({"lam": 0.0}, task, {"n0": NODES["n0"], "n1": NODES["n1"]})
     mine.round()
     first = mine.kept("n0")
@@ -95,9 +95,10 @@ def test_a_personal_model_has_float_buffers_of_its_own():
     other.round()
     other.round()
     assert not np.array_equal(mine.state.model, other.state.model)
-    for name, vector in mine.kept("n0").items():
-        np.testing.assert_array_equal(vector, other.kept("n0")[name])
-        assert not np.array_equal(vector, first[name])
+    assert not np.array_equal(mine.kept("n0")["private"], other.kept("n0")["private"])
+    for name in ("v_i", "v_i_statistic", "v_i_private"):
+        np.testing.assert_array_equal(mine.kept("n0")[name], other.kept("n0")[name])
+        assert not np.array_equal(mine.kept("n0")[name], first[name])
 
 
 def test_a_node_judges_v_i_and_leaves_it():
@@ -134,6 +135,10 @@ def test_v_i_is_judged_with_its_own_private_tensors():
     message = fed.algorithm.broadcast(fed.state)
     found = fed.runners["n0"].do(Work("evaluate", 2, message, kept)).metrics["loss"]
     assert found == pytest.approx(5 * loss, rel=1e-12)
+    # One that never trained judges w with the private tensors that it has.
+    plain = Federation(configure("fedavg", LOCAL), task, NODES).runners["n0"]
+    held_out = Work("evaluate", 2, message)
+    assert fed.runners["n0"].do(held_out).metrics == plain.do(held_out).metrics
     # And the next training of w has w's own.
     one = fed.runners["n0"].do(Work("train", 2, message, kept))
     two = federation({"lam": 0.0, "personal_steps": 40}, task, NODES).runners["n0"].do(Work("train", 2, message, kept))

@@ -102,6 +102,7 @@ ALGORITHMS = [
     {"name": "fedprox", "mu": 0.1},
     {"name": "scaffold"},
     {"name": "fedadam", "server_lr": 0.05},
+    {"name": "ditto"},
 ]
 
 

@@ -109,3 +109,22 @@ def test_a_round_is_judged_with_the_heads_that_it_trained(secure, tmp_path):
             losses[i] = Layers().loss(model, test)
     assert stale.mean() - losses.mean() > 0.02
     assert judged["evaluate"]["loss"] == pytest.approx(losses.mean(), abs=5e-3 if secure else 1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: "-".join(map(str, a.values())))
+def test_by_site_what_stays_on_nodes_is_no_release(algorithm, tmp_path):
+    class Grouped(Layers):
+        """Without float buffers that would be sent; FedBN sends none."""
+
+        def model(self):
+            model = super().model()
+            if algorithm["name"] != "fedbn":
+                model[1] = nn.GroupNorm(2, 4)
+            return model
+
+    site = {"unit": "site", "mechanism": "distributed", "clip": 1.0, "noise_multiplier": 0.1, "delta": 1e-5}
+    run = config(algorithm, True, rounds=2, privacy=site, evaluation={"every": 0})
+    outcome = simulate(run, Grouped(), 5, RunPaths(tmp_path / "run"))
+    assert outcome.status == "finished", outcome.reason
+    assert set(outcome.state.vectors) == {"model"}
+    assert len(told(RunPaths(tmp_path / "run"), "round")) == 2
