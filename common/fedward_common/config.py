@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,14 +18,18 @@ from pydantic import (
     model_validator,
 )
 
-from fedward_common.algorithms.base import AlgorithmOptions, PerClientAlgorithm
+from fedward_common.aggregation_options import RULES, AggregationOptions, Mean
+from fedward_common.algorithms.base import DELTA, STATISTIC, AlgorithmOptions
 from fedward_common.algorithms.local_options import LocalOptions
-from fedward_common.algorithms.registry import ALGORITHMS, parse_options
+from fedward_common.algorithms.registry import ALGORITHMS, build, parse_options
 from fedward_common.errors import ConfigError
 from fedward_common.explain import NAME_PATTERN, TASK_PATTERN, NestedError, Source, show
 from fedward_common.explain import explain as explain
+from fedward_common.lora import LoraOptions
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.secagg.graph import NoProtection, Parameters, choose
+from fedward_common.shared_data import SharedOptions
+from fedward_common.update import Kind, Layout, TensorSpec
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
@@ -34,12 +38,28 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 def _algorithm(value: Any) -> AlgorithmOptions:
     """Like `parse_options`, but strict about types, and with every problem named by itself."""
     if isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"] in ALGORITHMS:
-        options = ALGORITHMS[value["name"]].Options
-        try:
-            return options.model_validate_json(json.dumps(value, default=str), strict=True)
-        except ValidationError as error:
-            raise NestedError(error, options) from error
+        return _strict(ALGORITHMS[value["name"]].Options, value)
     return parse_options(value)
+
+
+def _aggregation(value: Any) -> AggregationOptions:
+    if isinstance(value, AggregationOptions):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("rule"), str):
+        raise ValueError(f"give aggregation.rule, one of {sorted(RULES)}")
+    if value["rule"] not in RULES:
+        raise ValueError(f"aggregation.rule = {value['rule']!r} is not known: use one of {sorted(RULES)}")
+    return _strict(RULES[value["rule"]], value)
+
+
+O = TypeVar("O", bound=BaseModel)  # noqa: E741
+
+
+def _strict(options: type[O], value: dict[str, Any]) -> O:
+    try:
+        return options.model_validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        raise NestedError(error, options) from error
 
 
 class _Table(BaseModel):
@@ -62,7 +82,7 @@ class CohortOptions(_Table):
     max_weight: float = Field(default=1e7, gt=0, description="largest weight (examples) accepted from a node")
 
     def quorum_of(self, selected: int) -> int:
-        """Updates that a round with `selected` nodes needs."""
+        """Updates that a round with `selected` nodes needs, whatever is made of them."""
         return self.quorum if self.quorum is not None else max(1, math.ceil(selected / 2))
 
 
@@ -104,23 +124,38 @@ class SecureSumOptions(_Table):
 class RunConfig(_Table):
     """One federated training, completely."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     name: Name = Field(description="what lists and tables call the run")
-    task: str = Field(pattern=TASK_PATTERN, description="'module:Class' in the bundle")
+    task: str = Field(
+        pattern=TASK_PATTERN,
+        description="'module:Class' in the bundle; where there is a [task.shared] table, written as entry in [task]",
+    )
+    shared: SharedOptions | None = Field(
+        default=None, alias="task.shared", description="a public data set in local training; without the table, none"
+    )
     rounds: int = Field(ge=1, le=1_000_000, description="rounds of the training")
     seed: int = Field(default=0, ge=0, lt=2**31, description="of the model, batches and, without [privacy], cohorts")
     algorithm: Annotated[SerializeAsAny[AlgorithmOptions], BeforeValidator(_algorithm)]
     local: LocalOptions
+    aggregation: Annotated[SerializeAsAny[AggregationOptions], BeforeValidator(_aggregation)] = Mean()
     cohort: CohortOptions = CohortOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
     secure_sum: SecureSumOptions = SecureSumOptions()
     privacy: PrivacyOptions | None = Field(default=None, description="differential privacy; without the table, none")
+    lora: LoraOptions | None = Field(default=None, description="adapters in a frozen model; without the table, none")
     initial_model: str | None = Field(default=None, description="safetensors file to start from (path beside the TOML)")
     tags: tuple[Name, ...] = Field(default=(), description="what the run is for; nodes' policies may ask for some")
 
     @property
     def uniform(self) -> bool:
         """Every node counts the same: how many examples one has is not asked."""
-        return self.privacy is not None or ALGORITHMS[self.algorithm.name].uniform
+        by_rule = not isinstance(self.aggregation, Mean)
+        return by_rule or self.privacy is not None or ALGORITHMS[self.algorithm.name].uniform
+
+    def quorum_of(self, selected: int) -> int:
+        """Updates that a round with `selected` nodes needs."""
+        return max(self.cohort.quorum_of(selected), self.aggregation.least)
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
@@ -129,8 +164,10 @@ class RunConfig(_Table):
             _cohort_problem(self.cohort),
             _evaluation_problem(self.cohort, self.evaluation),
             _time_problem(self.local, self.cohort),
+            _aggregation_problem(self),
             _secure_problem(self),
             _privacy_problem(self),
+            _shared_problem(self),
         ):
             if problem:
                 raise ValueError(problem)
@@ -200,15 +237,60 @@ def _time_problem(local: LocalOptions, cohort: CohortOptions) -> str | None:
     return None
 
 
+_ANY_MODEL = Layout(
+    (TensorSpec("w", (1,), "float32", Kind.TRAINABLE), TensorSpec("s", (1,), "float32", Kind.STATISTIC))
+)
+
+
+def _aggregation_problem(config: RunConfig) -> str | None:
+    options, algorithm = config.aggregation, build(config.algorithm)
+    if isinstance(options, Mean):
+        return None
+    rule, name = f"aggregation.rule = {show(options.rule)}", f"algorithm.name = {show(config.algorithm.name)}"
+    if options.single_updates and config.secure_sum.enabled:
+        return (
+            f"{rule} needs single updates, which a secure sum hides. Choose \"mean\" or \"norm_bound\", or set "
+            "secure_sum.enabled = false (nodes' policies must allow it)."
+        )
+    if config.privacy is not None:
+        what = (
+            "privacy.clip bounds each node's update already"
+            if config.privacy.unit == "site"
+            else "an update is mostly the noise of its steps, and that is what a bound on its norm would cut"
+        )
+        return f"{rule} with [privacy]: {what}. Remove [aggregation] or [privacy]."
+    if algorithm.mirrored:
+        return (
+            f"{rule} with {name}: what a node keeps follows from its own update, what the server keeps is the mean "
+            "of that over all nodes, and with another rule than the mean the two would part. Choose an algorithm "
+            "without control variates, or rule = \"mean\"."
+        )
+    others = sorted(set(algorithm.sends(_ANY_MODEL)) - {DELTA, STATISTIC})
+    if others:
+        return (
+            f"{rule} with {name}: its updates hold {show(others)} beside the model's change, and its server half needs "
+            "the mean of both. Choose an algorithm that sends changes of the model alone, or rule = \"mean\"."
+        )
+    return _too_few(config)
+
+
+def _too_few(config: RunConfig) -> str | None:
+    options, cohort = config.aggregation, config.cohort
+    sizes = {
+        "cohort.size": (cohort.size, "Raise size"),
+        "cohort.quorum": (cohort.quorum, "Raise quorum, or remove it"),
+        "the number of names in cohort.nodes": (len(cohort.nodes) or None, "Name more nodes"),
+    }
+    for what, (n, way) in sizes.items():
+        if n is not None and n < options.least:
+            return f"{what} is {n}, but {options.need}. {way}, or choose a rule that needs fewer."
+    return None
+
+
 def _secure_problem(config: RunConfig) -> str | None:
     options, cohort, holdout = config.secure_sum, config.cohort, config.evaluation.holdout
     if not options.enabled:
         return None
-    if issubclass(ALGORITHMS[config.algorithm.name], PerClientAlgorithm):
-        return (
-            f"algorithm.name = {show(config.algorithm.name)} needs single updates, which a secure sum hides. Choose an "
-            "algorithm that needs a sum only, or set secure_sum.enabled = false (nodes' policies must allow it)."
-        )
     sizes = {
         "cohort.size": cohort.size,
         "the names in cohort.nodes": len(cohort.nodes) if cohort.nodes and cohort.size is None else None,
@@ -243,6 +325,38 @@ def _privacy_problem(config: RunConfig) -> str | None:
     return config.algorithm.check_privacy(unit)
 
 
+def _shared_problem(config: RunConfig) -> str | None:
+    if config.shared is None or config.privacy is None or config.privacy.unit != "patient":
+        return None
+    return (
+        "[task.shared] with privacy.unit = 'patient': how many public examples a node adds follows from how many "
+        "records it has, and one patient may have many, so that more than this patient's records would move the steps. "
+        "Remove the table, or choose unit = 'record' or 'site'."
+    )
+
+
+def _with_plain_task(tables: dict[str, Any]) -> dict[str, Any]:
+    """`[task] entry = …` with `[task.shared]` as the two fields that they are in `RunConfig`."""
+    task = tables.get("task")
+    if not isinstance(task, dict):
+        return tables
+    unknown = sorted(set(task) - {"entry", "shared"})
+    if unknown:
+        raise ConfigError(
+            "\n".join(
+                f"task.{key} = {show(task[key])}: unknown key. [task] has entry and the table [task.shared]."
+                for key in unknown
+            )
+        )
+    if "entry" not in task:
+        raise ConfigError(
+            "task.entry: missing. Write the task's 'module:Class' as entry in [task], for example "
+            '"digits.task:Digits".'
+        )
+    shared = {"task.shared": task["shared"]} if "shared" in task else {}
+    return {**tables, "task": task["entry"], **shared}
+
+
 def parse_config(tables: dict[str, Any]) -> RunConfig:
     """A `RunConfig` from TOML tables (top-level keys may stand in `[run]`). Raises `ConfigError`.
 
@@ -259,7 +373,7 @@ def parse_config(tables: dict[str, Any]) -> RunConfig:
         )
     try:
         # By way of JSON: strict there still reads a list as a tuple. TOML's dates are no text, so not made one.
-        text = json.dumps({**run, **rest}, default=lambda date: [str(date)])
+        text = json.dumps(_with_plain_task({**run, **rest}), default=lambda date: [str(date)])
         return RunConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         source = Source(RunConfig, "the run's TOML", "; 'fedward plan --keys' lists all keys")

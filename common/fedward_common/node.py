@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from fedward_common.algorithms.base import Algorithm, AlgorithmOptions
+from fedward_common.aggregation_options import NormBound
+from fedward_common.algorithms.base import SumAlgorithm
 from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig
 from fedward_common.errors import UpdateError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request, Stamp
+from fedward_common.norm_bound import SCALED, bounded
 from fedward_common.update import Kind, Layout, Update, Vectors, check_metrics, check_update, check_vector
 from fedward_common.work import PRIVATE, Done, Work
 
@@ -104,7 +106,9 @@ class Participant:
         self.config = config
         self._store = store
         self._execute = execute
-        self._algorithm: Algorithm[AlgorithmOptions] = build(config.algorithm)
+        self._algorithm: SumAlgorithm[Any] = build(config.algorithm)
+        rule = config.aggregation
+        self._bound = rule.bound if isinstance(rule, NormBound) else None
         self._prepared: Prepared | None = None
         self._held: Reply | None = None
 
@@ -127,6 +131,8 @@ class Participant:
 
     def protections(self, reply: Reply) -> tuple[str, ...]:
         """What was done to the vectors and metrics in `reply` before they leave, for the node's journal."""
+        if reply.vectors and self._bound is not None:
+            return ("update-gate", "clip-norm")
         return ("update-gate",) if reply.vectors or reply.metrics else ()
 
     def expire(self) -> None:
@@ -187,8 +193,8 @@ class Participant:
         return reply
 
     def _trained(self, request: Request, broadcast: Vectors) -> tuple[Update, dict[str, Any]]:
-        """Train from `broadcast`: the update, through the gate, and what is told of the training. The node's new
-        state is on disk, pending."""
+        """Train from `broadcast`: the update, through the gate and within the run's norm bound, and what is told of the
+        training. The node's new state is on disk, pending."""
         layout = self._known_layout()
         self._settle(request.included)
         _, kept = self._store.committed()
@@ -197,6 +203,9 @@ class Participant:
         self._gate(layout, update, done.state)
         # Before the reply: should this process die after it, the state is here to be committed.
         self._store.save_pending(Stamp(request.round, request.attempt), done.state)
+        if self._bound is not None:
+            update, over = bounded(update, self._bound)
+            update = replace(update, metrics={**update.metrics, SCALED: float(over)})
         return update, dict(done.info)
 
     def _gate(self, layout: Layout, update: Update, state: Vectors) -> None:

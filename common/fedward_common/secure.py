@@ -17,12 +17,12 @@ from typing import Protocol
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedward_common import scalar_groups
-from fedward_common.algorithms.registry import build_sum
 from fedward_common.chain import Head
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, UpdateError
 from fedward_common.messages import LEDGER_HEAD, Failure, Purpose, Reason, Reply, Request, Stamp
 from fedward_common.node import Participant, Refused, StateStore
+from fedward_common.norm_bound import SCALED
 from fedward_common.privacy import site
 from fedward_common.privacy.clip import check_clip
 from fedward_common.privacy.cost import check_layout, round_cost
@@ -67,12 +67,13 @@ def config_digest(config: RunConfig) -> str:
     return hashlib.sha256(canonical(config.model_dump(mode="json")).encode()).hexdigest()
 
 
-def schema(trains: bool, evaluates: bool, metric_names: tuple[str, ...]) -> tuple[str, ...]:
+def schema(trains: bool, evaluates: bool, metric_names: tuple[str, ...], bounded: bool = False) -> tuple[str, ...]:
     """The metrics of a secure sum: sums over the examples trained on, and over the test data for the model that was
-    broadcast."""
+    broadcast. bounded: with the count of updates that were over a norm bound."""
     trained = (f"{TRAIN}examples", f"{TRAIN}loss") if trains else ()
+    scaled = (TRAIN + SCALED,) if trains and bounded else ()
     evaluated = tuple(EVALUATE + name for name in ("examples", "loss", *metric_names)) if evaluates else ()
-    return trained + evaluated
+    return trained + scaled + evaluated
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class SecureParticipant(Participant):
             return ()
         options = self.config.privacy
         if options is None:
-            return ("update-gate", "clip", "quantize", "secure-sum")
+            norm = () if self._bound is None else ("clip-norm",)
+            return ("update-gate", *norm, "clip", "quantize", "secure-sum")
         if options.unit != "site":
             return (f"dp-sgd-by-{options.unit}", "update-gate", "clip", "quantize", "secure-sum")
         noise = (f"{options.noise}-noise",) if options.mechanism == "distributed" else ()
@@ -360,7 +362,7 @@ class SecureParticipant(Participant):
                 raise Refused(Failure(Reason.SECURE_SUM, f"{name} of the sum: {given}, this node's are {asked}"))
 
     def _summed(self) -> Mapping[str, Extent]:
-        return build_sum(self.config.algorithm).summed(self._known().layout, self.config.local)
+        return self._algorithm.summed(self._known().layout, self.config.local)
 
     def _metrics(self, shape: Shape, trains: bool) -> tuple[str, ...]:
         numbers = scalar_groups.names(self._summed()) if trains else ()
@@ -368,7 +370,8 @@ class SecureParticipant(Participant):
             return numbers
         if not trains and shape.metrics == WEIGHING:
             return WEIGHING
-        return schema(trains, _evaluates(shape) or not trains, self._known().metric_names) + numbers
+        trained = schema(trains, _evaluates(shape) or not trains, self._known().metric_names, self._bound is not None)
+        return trained + numbers
 
     def _guarantees(self, n: int, request: Request) -> Guarantees:
         with refusing():

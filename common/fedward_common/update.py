@@ -216,6 +216,13 @@ class Layout:
         """The inverse of `to_json`."""
         return cls(tuple(TensorSpec(n, tuple(s), d, Kind(k), *v) for n, s, d, k, *v in json.loads(text)))
 
+    @property
+    def frozen(self) -> str:
+        """SHA-256, hex, of the names and values of all frozen tensors: what trained tensors were trained beside. "" if
+        there are none."""
+        rows = [[spec.name, spec.value] for spec in self.of_kind(Kind.FROZEN)]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest() if rows else ""
+
     def digest(self) -> str:
         """SHA-256 of the canonical JSON, hex: server and node compare it before the first round."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()

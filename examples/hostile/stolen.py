@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from fedward_common.algorithms.registry import build_sum
+from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig
 from fedward_common.local import LocalRunner
 from fedward_common.manifest import Manifest
@@ -176,7 +176,7 @@ class Stolen:
 
     def shape(self, n: int) -> Shape:
         """The vector of one node in a round of training of n."""
-        summed = build_sum(self.config.algorithm).summed(self.layout, self.config.local)
+        summed = build(self.config.algorithm).summed(self.layout, self.config.local)
         groups = tuple(
             Group(name, self.layout.size(kind), self.config.secure_sum.range) for name, kind in summed.items()
         )

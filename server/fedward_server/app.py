@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Mapping
 
-from fedward_common.algorithms.registry import build_sum
+from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError
 from fedward_common.manifest import Manifest
@@ -79,7 +79,7 @@ def _rounds(
         def central(vectors: Vectors) -> Mapping[str, float]:
             return host.evaluate(0, vectors, config.cohort.deadline)
 
-        algorithm, clock, directory = build_sum(config.algorithm), Clock(), RosterDirectory(paths.roster)
+        algorithm, clock, directory = build(config.algorithm), Clock(), RosterDirectory(paths.roster)
         transport: Transport = FlowerTransport(
             grid, directory, DirectRuntime(paths.superlink_database, grid.run.run_id)
         )

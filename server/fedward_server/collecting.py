@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedward_common import ranges, scalar_groups
+from fedward_common.aggregation_options import NormBound
 from fedward_common.algorithms.base import DELTA, SumAlgorithm
 from fedward_common.config import RunConfig
 from fedward_common.errors import FedwardError, UpdateError
@@ -31,6 +32,7 @@ from fedward_common.update import Kind, Layout, Update
 from fedward_server import evaluation
 from fedward_server.aggregation import averages
 from fedward_server.checkpoint import Checkpoint
+from fedward_server.combining import combiner, told_bounded
 from fedward_server.evaluation import Evaluation, Means
 from fedward_server.gathering import Gathering
 from fedward_server.patience import Patience
@@ -87,7 +89,7 @@ class Collector(Protocol):
 
 @dataclass(frozen=True)
 class PlainCollector:
-    """Sums updates that the server sees."""
+    """Combines updates that the server sees."""
 
     config: RunConfig
     algorithm: SumAlgorithm[Any]
@@ -103,16 +105,20 @@ class PlainCollector:
     ) -> Gathered:
         sends = self.algorithm.sends(self.layout)
         shapes = {group: self.layout.extent(extent) for group, extent in sends.items()}
-        gathering = Gathering(requests, shapes, self.config.cohort.max_weight)
+        lengths = {group: length for group, (length, _) in shapes.items()}
+        combining = combiner(self.config.aggregation, lengths, max(1, len(requests)))
+        gathering = Gathering(requests, shapes, self.config.cohort.max_weight, combining)
         gathering.run(self.transport, Deadline(self.clock, self.config.cohort.deadline), others, note)
         if len(gathering.replies) < quorum:
             reason = f"{len(gathering.replies)} of {len(requests)} nodes contributed, the quorum is {quorum}"
+            if quorum == self.config.aggregation.least > 1:
+                reason += f": {self.config.aggregation.need}"
             raise RoundFailed(reason, gathering.failures)
         try:
-            mean = gathering.sum.mean()
+            mean, told = combining.combined()
         except UpdateError as error:
             raise RoundFailed(str(error), gathering.failures) from error
-        return Gathered(gathering.replies, gathering.failures, mean)
+        return Gathered(gathering.replies, gathering.failures, mean, told={"aggregation": told} if told else {})
 
     def evaluate(
         self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
@@ -179,6 +185,9 @@ class SecureCollector:
         clipped = {name: int(count) for name, count in _named(CLIPPED, done.mean.metrics).items()}
         groups = {**done.mean.groups, **scalar_groups.means(summed, done.mean)}
         mean = Update(groups, done.mean.weight, _named(TRAIN, done.mean.metrics))
+        told = {}
+        if isinstance(self.config.aggregation, NormBound):
+            mean, told["aggregation"] = told_bounded(self.config.aggregation, mean, {})
         return Gathered(
             done.survivors,
             done.failures,
@@ -190,6 +199,7 @@ class SecureCollector:
                     "clipped": clipped,
                     "ranges": {group.name: group.range for group in done.shape.groups},
                 },
+                **told,
                 **self._told(done),
             },
             self._following(scales, done),
@@ -197,7 +207,7 @@ class SecureCollector:
 
     def _metrics(self, evaluates: bool) -> tuple[str, ...]:
         """What is in a round's sum beside the update."""
-        return schema(True, evaluates, self.metric_names)
+        return schema(True, evaluates, self.metric_names, isinstance(self.config.aggregation, NormBound))
 
     def _spending(self, requests: Mapping[str, Request]) -> Spend:
         """What is to be done before the sum of a cohort of n is unmasked."""

@@ -8,7 +8,7 @@ round         round, of, cohort [names], available (how many the cohort was draw
               failures {name: failure text}, weight, train {loss, …}, evaluate {loss, accuracy, …, examples} or null,
               holdout {…} or null, central {…} or null, bytes_down, bytes_up, seconds;
               evaluate_failures {name: failure text} if any node failed to evaluate;
-              secure_sum {…}, privacy {…} in runs with these
+              secure_sum {…}, privacy {…}, aggregation {rule, …} in runs with these
 round_failed  round, reason, failures {name: failure text}, seconds
 ledger_mismatch  node, expected (the head of its privacy ledger that the server was told), told (the one that it tells
               now, NUMBER:HASH both), settled (whether the node's admin has accepted that)

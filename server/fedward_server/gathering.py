@@ -13,7 +13,7 @@ from fedward_common.errors import UpdateError
 from fedward_common.messages import Failure, Purpose, Reason, Reply, Request
 from fedward_common.update import Update, check_update
 
-from fedward_server.aggregation import StreamingSum
+from fedward_server.combining import Combiner
 from fedward_server.transport import Deadline, Transport
 
 UPLOADS_AT_ONCE = 64 * 2**20
@@ -37,23 +37,19 @@ def wave_size(shapes: Shapes, cohort: int) -> int | None:
 class Gathering:
     """The updates of one round. requests: one TRAIN request a node of the cohort.
 
-    Each reply passes the update gate before it is folded into `sum`; a node that fails it is left out and stands in
+    Each reply passes the update gate before `combiner` takes it; a node that fails it is left out and stands in
     `failures`, as does one that did not answer.
     """
 
     requests: Mapping[str, Request]
     shapes: Shapes
     max_weight: float
-    sum: StreamingSum = field(init=False)
+    combiner: Combiner
     replies: list[str] = field(default_factory=list)
     failures: dict[str, Failure] = field(default_factory=dict)
     _announced: deque[str] = field(default_factory=deque)
     _asked_again: dict[str, float] = field(default_factory=dict)
     """Nodes whose upload was lost once -> seconds that it had."""
-
-    def __post_init__(self) -> None:
-        lengths = {group: length for group, (length, _) in self.shapes.items()}
-        self.sum = StreamingSum(lengths, capacity=max(1, len(self.requests)))
 
     def run(
         self,
@@ -77,7 +73,7 @@ class Gathering:
             if wave is not None and len(self._announced) >= wave:
                 # The nodes that are still training go on meanwhile.
                 self._collect(transport, deadline, wave, note)
-            del reply  # its vectors are in the sum: free them before the next reply arrives
+            del reply  # a mean has its vectors in the sum: free them before the next reply arrives
             if not self._open():
                 break
         while wave is not None and self._announced and not deadline.over:
@@ -130,12 +126,12 @@ class Gathering:
             if name not in self._announced:
                 self._announced.append(name)
         else:
-            self._fold(name, Update(reply.vectors, reply.weight, reply.metrics))
+            self._add(name, Update(reply.vectors, reply.weight, reply.metrics))
 
-    def _fold(self, name: str, update: Update) -> None:
+    def _add(self, name: str, update: Update) -> None:
         try:
             check_update(update, self.shapes, self.max_weight)
-            self.sum.add(update)
+            self.combiner.add(name, update)
         except UpdateError as error:
             self.failures[name] = Failure(Reason.BAD_UPDATE, str(error))
         else:

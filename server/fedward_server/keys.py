@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from fedward_common.aggregation_options import RULES
 from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.config import RunConfig
 from fedward_common.explain import show
@@ -30,27 +31,37 @@ class Key:
 
 
 def all_keys() -> Iterator[Key]:
-    """Every key of `RunConfig`, then the options of each algorithm."""
+    """Every key of `RunConfig`, then the options of each algorithm and each rule of aggregation."""
     tables: list[tuple[str, type[BaseModel]]] = []
     for name, field in RunConfig.model_fields.items():
-        if name == "algorithm":
+        if name in ("algorithm", "aggregation"):
             continue
         model = _table(field.annotation)
         if model is not None:
-            tables.append((name, model))
+            tables.append((field.alias or name, model))
         else:
             yield _key("", name, field)
     for table, model in tables:
         for name, field in model.model_fields.items():
             yield _key(table, name, field)
     for algorithm, implementation in sorted(ALGORITHMS.items()):
-        for name, field in implementation.Options.model_fields.items():
-            if name != "name":
-                yield _key(f'algorithm, name = "{algorithm}"', name, field)
-            else:
-                summary = (implementation.__doc__ or "").strip().splitlines()
-                text = summary[0] if summary else ""
-                yield Key(f'algorithm, name = "{algorithm}"', "name", f'"{algorithm}"', "required", text)
+        table = f'algorithm, name = "{algorithm}"'
+        yield from _variant(table, "name", algorithm, "required", implementation, implementation.Options)
+    for rule, options in sorted(RULES.items()):
+        default = show("mean") if rule == "mean" else "required"
+        yield from _variant(f'aggregation, rule = "{rule}"', "rule", rule, default, options, options)
+
+
+def _variant(
+    table: str, key: str, value: str, default: str, documented: type, options: type[BaseModel]
+) -> Iterator[Key]:
+    """The keys of a table that is read by what its `key` says."""
+    for name, field in options.model_fields.items():
+        if name != key:
+            yield _key(table, name, field)
+        else:
+            summary = (documented.__doc__ or "").strip().splitlines()
+            yield Key(table, key, show(value), default, summary[0] if summary else "")
 
 
 def _table(annotation: Any) -> type[BaseModel] | None:
@@ -76,11 +87,14 @@ def _type(annotation: Any) -> str:
             found.extend(_limits(getattr(extra, "metadata", [extra])))
         return " ".join(found)
     if origin in (Union, types.UnionType):
-        return " | ".join(_type(part) for part in arguments if part is not type(None))
+        # A table of several shapes is one table.
+        return " | ".join(dict.fromkeys(_type(part) for part in arguments if part is not type(None)))
     if origin is Literal:
         return " | ".join(show(value) for value in arguments)
     if origin in (tuple, list):
         return f"list of {_type(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     return _WORDS.get(getattr(annotation, "__name__", ""), str(annotation))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TextIO
@@ -51,6 +51,8 @@ class Row:
     """Coordinates, over all nodes, that were outside the secure sum's range."""
     epsilon: float | None = None
     """What the run has spent, with this round."""
+    aggregation: str = ""
+    """What the run's rule did; empty if it says nothing of single nodes."""
 
 
 @dataclass
@@ -114,6 +116,7 @@ class Board:
                 event["seconds"],
                 clipped=sum((event.get("secure_sum") or {}).get("clipped", {}).values()),
                 epsilon=(event.get("privacy") or {}).get("epsilon"),
+                aggregation=_aggregation(event.get("aggregation") or {}),
             )
         )
 
@@ -282,7 +285,7 @@ def _table(rows: Iterable[Row], metric: str) -> Table:
         table.add_row(
             f"{row.round}/{row.of or '?'}",
             f"{row.replies}/{row.cohort}",
-            Text(", ".join(part for part in (failed + by_reason(row.failures), _clipped(row)) if part)),
+            Text(", ".join(p for p in (failed + by_reason(row.failures), _clipped(row), row.aggregation) if p)),
             _number(row.train_loss),
             _number(row.loss),
             _number(row.metric),
@@ -305,6 +308,8 @@ def plain_row(row: Row, metric: str) -> str:
         text += f"  failures {by_reason(row.failures)}"
     if row.clipped:
         text += f"  {_clipped(row)}"
+    if row.aggregation:
+        text += f"  {row.aggregation}"
     named = (("train loss", row.train_loss), ("loss", row.loss), (metric, row.metric))
     text += "".join(f"  {name} {value:.4f}" for name, value in named if value is not None)
     if row.epsilon is not None:
@@ -314,6 +319,23 @@ def plain_row(row: Row, metric: str) -> str:
 
 def _clipped(row: Row) -> str:
     return f"{row.clipped} coordinates clipped" if row.clipped else ""
+
+
+def _aggregation(told: Mapping[str, Any]) -> str:
+    """{"delta": {"left_out": ["a", "b"]}} -> "left out a, b"."""
+    delta = told.get("delta") or {}
+    parts = (
+        (told.get("scaled"), f"{told.get('scaled')} scaled to the bound"),
+        (told.get("over"), f"over the bound {_few(told.get('over') or [])}"),
+        (delta.get("left_out"), f"left out {_few(delta.get('left_out') or [])}"),
+        (delta.get("converged") is False, "median not converged"),
+    )
+    return ", ".join(text for there, text in parts if there)
+
+
+def _few(names: Sequence[str], most: int = 4) -> str:
+    shown = [clean(name) for name in names[:most]]
+    return ", ".join(shown + [f"{len(names) - most} more"] * (len(names) > most))
 
 
 def _figures(evaluated: Mapping[str, float]) -> str:

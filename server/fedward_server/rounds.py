@@ -185,7 +185,8 @@ class Rounds:
     @property
     def _quorum(self) -> int:
         """Nodes without which no round can close, whatever its cohort."""
-        return max(self.config.cohort.quorum or 1, MIN_COHORT if self.config.secure_sum.enabled else 1)
+        least = MIN_COHORT if self.config.secure_sum.enabled else 1
+        return max(self.config.cohort.quorum or 1, self.config.aggregation.least, least)
 
     def _wait(self, needed: int, expected: tuple[str, ...]) -> None:
         self._preparation.wait(needed, expected, self.config.cohort.wait, self.grace)
@@ -288,7 +289,7 @@ class Rounds:
             name: Request(Purpose.TRAIN, self._run, stamp.round, stamp.attempt, broadcast, now.included.get(name))
             for name in selection.cohort
         }
-        quorum = self.config.cohort.quorum_of(len(selection.cohort))
+        quorum = self.config.quorum_of(len(selection.cohort))
         preparation = self._preparation
         try:
             return self.collector.train(now, requests, preparation.requests(), preparation.note, quorum)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from fedward_common.algorithms.registry import build_sum
+from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, TaskError
 from fedward_common.local import LocalRunner
@@ -222,9 +222,12 @@ def simulate(
     """
     base = data or {}
     configs = node_data(config, nodes, base)
+    trained = len(set(configs) - set(config.evaluation.holdout))
+    cohort = min(trained, config.cohort.size or trained)
+    # Refused before anything starts.
+    config.aggregation.check_cohort(cohort)
     if config.secure_sum.enabled:
-        trained = len(set(configs) - set(config.evaluation.holdout))
-        config.secure_sum.parameters(min(trained, config.cohort.size or trained))  # or refused before anything starts
+        config.secure_sum.parameters(cohort)
     server = LocalRunner(config, task, "server", base, device)
     first = {**server.do(Work("initial")).vectors, **(initial or {})}
     prepared = Done(info={"layout": server.layout.to_json(), "metric_names": metric_names(task)})
@@ -241,7 +244,7 @@ def simulate(
         return SecureParticipant(paths.root.name, config, store(name), execute, federation.standing(name)).handle
 
     clock = simulated_clock()
-    algorithm = build_sum(config.algorithm)
+    algorithm = build(config.algorithm)
     transport = MemoryTransport(
         {name: participant(name) for name in configs}, config.cohort.tags, faults, clock
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedward_common.work import Work
 
-from bench import convergence, fashion, figures, privacy
+from bench import convergence, fashion, figures, poisoning, privacy
 from bench.figures import Figure
 from bench.nodes import NoTraining
 
@@ -112,3 +113,58 @@ def test_every_private_run_that_is_compared_can_be_submitted(make):
     for run in make(10, 3):
         config = run.config()
         assert (config.privacy is None) == (run.epsilon is None) and run.what
+
+
+@pytest.fixture
+def few_images(monkeypatch):
+    """Instead of Fashion-MNIST: a bright spot for each class, in noise."""
+    rng = np.random.default_rng(0)
+    labels = {"train": np.repeat(np.arange(10, dtype=np.uint8), 80), "t10k": np.arange(100, dtype=np.uint8) % 10}
+
+    def images(split):
+        pixels = rng.integers(0, 40, (len(labels[split]), 784), dtype=np.uint8)
+        pixels[np.arange(len(pixels)), 78 * labels[split].astype(int)] = 255
+        return pixels
+
+    monkeypatch.setattr(fashion, "images", images)
+    monkeypatch.setattr(fashion, "labels", lambda split: labels[split])
+    poisoning._images.cache_clear()
+    poisoning.accuracy.cache_clear()
+    yield
+    poisoning._images.cache_clear()
+    poisoning.accuracy.cache_clear()
+
+
+@pytest.mark.parametrize("part", ["iid", "dirichlet"])
+def test_each_image_of_the_poisoned_federation_has_one_owner(part):
+    y = np.repeat(np.arange(10, dtype=np.uint8), 100)
+    parts = poisoning.owners(part, y)
+    assert len(parts) == poisoning.NODES and sorted(np.concatenate(parts)) == list(range(1000))
+
+
+def test_liars_ruin_the_mean_and_not_the_median(few_images):
+    case = poisoning.Case("iid", "flipped ×10", "mean")
+    found = {rule: poisoning.accuracy(replace(case, rule=rule), 4) for rule in ("mean", "median")}
+    clean = poisoning.accuracy(replace(case, attack=None), 4)
+    assert clean > 90 and found["mean"] < 20 and found["median"] > 70
+    assert poisoning.accuracy(replace(case, rule="norm_bound, secure"), 2) > 20
+
+
+def test_labels_are_flipped_on_the_liars_alone(few_images):
+    task = poisoning.Images("iid")
+    honest = [task.data({"partition": i}).train.tensors[1] for i in (0, poisoning.LIARS)]
+    task.attack = poisoning.LABELS
+    first, other = (task.data({"partition": i}).train.tensors[1] for i in (0, poisoning.LIARS))
+    assert (first == 9 - honest[0]).all() and (other == honest[1]).all()
+
+
+def test_losses_stand_against_the_clean_run_of_the_same_rule():
+    accuracies = {None: 80.0, "flipped ×10": 60.0}
+    cases = [poisoning.Case("iid", attack, rule) for attack in accuracies for rule in ("mean", "krum")]
+    found = list(poisoning.rows(cases, lambda case: accuracies[case.attack] - 5 * (case.rule == "krum")))
+    assert [figure.value for figure in found] == [80, 75, 60, 20, 55, 20]
+    assert [figure.peer for figure in found] == [80, 80, 80, None, 80, None]
+    assert [figure.target for figure in found][3::2] == [">= 10", "<= 3"]
+    assert len(set(poisoning.cases())) == len(list(poisoning.cases()))
+    for case in poisoning.cases():
+        assert case.config(3).rounds == 3

@@ -6,7 +6,7 @@ A newcomer adds one file here and one line in `registry.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -206,12 +206,3 @@ class SumAlgorithm(Algorithm[O]):
 
         mean.groups: float64 means Σw_i x_i / Σw_i; the result keeps the dtypes of `server.vectors`.
         """
-
-
-class PerClientAlgorithm(Algorithm[O]):
-    """The server needs single updates: refused together with secure aggregation."""
-
-    @abstractmethod
-    def server(self, server: ServerState, updates: Sequence[Update], cohort: Cohort) -> ServerState:
-        """The next server state (with `round` + 1) from the updates themselves, in the order of node
-        names."""

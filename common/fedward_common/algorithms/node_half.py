@@ -34,7 +34,8 @@ class Local:
     model: the task's model on `device`; `train` loads the broadcast tensors into it, private tensors and
     counters are as the round shall start with them. seed: differs by run, node and round, equal for a
     repeated attempt. seconds: time left before the round's limit, None if none. private: how gradients are to be
-    clipped and noised (privacy by record or by patient), None if they are not."""
+    clipped and noised (privacy by record or by patient), None if they are not. public: how many examples at the end
+    of data.train are public ones (`[task.shared]`)."""
 
     task: Task
     model: nn.Module
@@ -46,11 +47,17 @@ class Local:
     device: str = "cpu"
     seconds: float | None = None
     private: SampledSteps | None = None
+    public: int = 0
     progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
     def examples(self) -> int:
-        """n_i: training examples on this node."""
+        """n_i: this node's own training examples, its weight; the first of data.train."""
+        return self.in_pass - self.public
+
+    @property
+    def in_pass(self) -> int:
+        """Examples of one pass over data.train: the node's own and the public ones."""
         from fedward_common import batches
 
         return batches.length(self.data.train)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedward_common.algorithms.base import Algorithm, AlgorithmOptions, SumAlgorithm
+from fedward_common.algorithms.base import AlgorithmOptions, SumAlgorithm
 from fedward_common.algorithms.fedadaptive import FedAdaptive
 from fedward_common.algorithms.fedavg import FedAvg
 from fedward_common.algorithms.feddc import FedDC
@@ -16,13 +16,13 @@ from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYo
 from fedward_common.algorithms.fedprox import FedProx
 from fedward_common.algorithms.moon import Moon
 from fedward_common.algorithms.scaffold import Scaffold
-from fedward_common.errors import ConfigError, TaskError
+from fedward_common.errors import TaskError
 from fedward_common.update import Kind, Layout
 
 if TYPE_CHECKING:
     from torch import nn
 
-ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
+ALGORITHMS: dict[str, type[SumAlgorithm[Any]]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "scaffold": Scaffold,
@@ -52,15 +52,17 @@ def parse_options(value: Any) -> AlgorithmOptions:
     return found.Options.model_validate(value)
 
 
-def build(options: AlgorithmOptions) -> Algorithm[Any]:
+def build(options: AlgorithmOptions) -> SumAlgorithm[Any]:
     """The algorithm with these options."""
     return ALGORITHMS[options.name](options)
 
 
-def layout_of(options: AlgorithmOptions, task: object, model: nn.Module) -> Layout:
-    """The layout of the task's model as the algorithm sees it: its own kinds first, then the task's `tensor_kinds`
-    (shell pattern -> kind). Raises `TaskError`, also if the algorithm cannot work with such a model or asks for a
-    method that the task lacks."""
+def layout_of(
+    options: AlgorithmOptions, task: object, model: nn.Module, first: Mapping[str, Kind] | None = None
+) -> Layout:
+    """The layout of the task's model as the algorithm sees it: the kinds in `first` (shell pattern -> kind), then the
+    algorithm's own, then the task's `tensor_kinds`. Raises `TaskError`, also if the algorithm cannot work with such a
+    model or asks for a method that the task lacks."""
     algorithm = build(options)
     missing = [name for name in algorithm.asks if not callable(getattr(task, name, None))]
     if missing:
@@ -69,18 +71,10 @@ def layout_of(options: AlgorithmOptions, task: object, model: nn.Module) -> Layo
             f"{type(task).__name__} lacks {', '.join(missing)}, which algorithm.name = {options.name!r} asks of a "
             f"task. Choose another algorithm, or add:\n{lines}"
         )
-    own: Mapping[str, Kind | str] = algorithm.kinds(model)
+    own: Mapping[str, Kind | str] = {**(first or {}), **algorithm.kinds(model)}
     named: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})
     layout = Layout.of(model, {**own, **{pattern: kind for pattern, kind in named.items() if pattern not in own}})
     problem = algorithm.check_layout(layout)
     if problem:
         raise TaskError(problem)
     return layout
-
-
-def build_sum(options: AlgorithmOptions) -> SumAlgorithm[Any]:
-    """The same, for the engine, which sums. Raises `ConfigError` for an algorithm that needs single updates."""
-    algorithm = build(options)
-    if not isinstance(algorithm, SumAlgorithm):
-        raise ConfigError(f"algorithm.name = {options.name!r} needs single updates; the round engine only sums.")
-    return algorithm

@@ -91,7 +91,7 @@ def _planned(local: Local) -> int:
     if local.private is not None:
         return local.private.steps
     options = local.options
-    return options.steps or (options.epochs or 1) * batches.epoch_length(local.examples, options.batch_size)
+    return options.steps or (options.epochs or 1) * batches.epoch_length(local.in_pass, options.batch_size)
 
 
 def _gradients(
@@ -116,7 +116,7 @@ def _gradients(
 def _plain_steps(
     local: Local, parameters: Sequence[nn.Parameter], metrics: dict[str, float], hooks: Sequence[Hook]
 ) -> Generator[None, None, None]:
-    model, count, size = local.model, local.examples, local.options.batch_size
+    model, count, size = local.model, local.in_pass, local.options.batch_size
     read = batches.reader(local.data.train, local.data.collate, local.device)
     _train_mode(model, count, size)
     losses: list[torch.Tensor] = []
@@ -145,7 +145,7 @@ def gradient(local: Local, at: Vectors) -> Vector:
     Taken in training mode, as the steps take theirs, in batches of `batch_size` in the data's order;
     without weight decay and clipping. Leaves the model's buffers as they were. Raises `TaskError` as
     `train` does."""
-    model, count = local.model, local.examples
+    model, count = local.model, local.in_pass
     seed_all(local.seed, local.device)
     tensors_of = _Tensors(local)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -16,7 +16,7 @@ from fedward_client.policy import Policy
 from fedward_client.session import refuse
 from fedward_client.settings import NodeSettings
 from fedward_client.state import FileStore
-from fedward_common.algorithms.registry import build_sum
+from fedward_common.algorithms.registry import build
 from fedward_common.chain import Head
 from fedward_common.config import RunConfig, parse_config
 from fedward_common.messages import Purpose, Reply, Request
@@ -133,7 +133,7 @@ class Federation:
 
     def run(self, name: str, rounds: int = 2, faults: Faults | None = None) -> Outcome:
         paths, clock, settings = RunPaths(self.folder / "runs" / name), simulated_clock(), config(rounds)
-        log, algorithm = EventLog(paths.events), build_sum(settings.algorithm)
+        log, algorithm = EventLog(paths.events), build(settings.algorithm)
 
         def handler(site: Site):
             return lambda request: site.handle(name, settings, request)

@@ -51,6 +51,14 @@ def test_a_run_that_breaks_a_rule_hears_it(policy, refused, rule, allowed) -> No
     assert rules(policy, allowed) == []
 
 
+@pytest.mark.parametrize("aggregation", [{"rule": "median"}, {"rule": "krum", "byzantine": 1}], ids=str)
+def test_a_rule_that_needs_single_updates_runs_where_they_are_allowed(aggregation) -> None:
+    tables = config(secure=False).model_dump(mode="json") | {"aggregation": aggregation}
+    run = parse_config(tables)
+    assert rules("", run) == ["require_secure_sum = true, the run has secure_sum.enabled = false"]
+    assert rules("require_secure_sum = false", run) == []
+
+
 def test_every_broken_rule_is_named() -> None:
     assert len(rules('max_epochs = 1\nalgorithms = ["fedprox"]\nrun_tags = ["x"]', config(epochs=2))) == 3
 

@@ -36,7 +36,6 @@ class ToyOptions(AlgorithmOptions):
 class Toy(SumAlgorithm[ToyOptions]):
     Options = ToyOptions
     uniform = True
-    keeps = ("c_i",)
 
     def initial(self, layout, vectors):
         return ServerState({**vectors, "c": np.zeros(SIZE)})
@@ -46,6 +45,9 @@ class Toy(SumAlgorithm[ToyOptions]):
 
     def sends(self, layout):
         return {"delta": Kind.TRAINABLE, "delta_c": Kind.TRAINABLE}
+
+    def keeps(self, layout):
+        return {"c_i": Kind.TRAINABLE}
 
     def client(self, local, message, state):
         raise NotImplementedError("the tests' nodes work by Node.execute")

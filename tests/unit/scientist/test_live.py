@@ -70,6 +70,25 @@ def plain(events: Iterable[dict[str, Any]]) -> list[str]:
     return out.getvalue().splitlines()
 
 
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ({"rule": "krum", "delta": {"selected": ["a"], "left_out": ["b", "c"]}}, "left out b, c"),
+        ({"rule": "krum", "delta": {"selected": ["a"], "left_out": list("bcdefg")}}, "left out b, c, d, e, 2 more"),
+        ({"rule": "krum", "delta": {"selected": ["a"], "left_out": ["b\x1b[2J"]}}, "left out b?[2J"),
+        ({"rule": "norm_bound", "bound": 1.0, "scaled": 2, "over": ["c"]}, "2 scaled to the bound, over the bound c"),
+        ({"rule": "norm_bound", "bound": 1.0, "scaled": 1}, "1 scaled to the bound"),
+        ({"rule": "geometric_median", "delta": {"converged": False}}, "median not converged"),
+    ],
+)
+def test_what_a_rule_did_stands_in_its_round(told, shown) -> None:
+    events = [STARTED, round_(1, aggregation=told, failures={})]
+    assert shown.split()[0] in on_screen(events)
+    assert any(shown in line for line in plain(events))
+    quiet = plain([STARTED, round_(1, aggregation={"rule": "median", "updates": 3}, failures={})])
+    assert not any("median" in line for line in quiet)
+
+
 def test_the_table_says_what_happened() -> None:
     lines = on_screen(RUN).splitlines()
     assert lines[0].strip() == "trial · scaffold · finished · best round 2"

@@ -11,18 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from fedward_common.aggregation_options import RULES
 from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.cli import build
 from fedward_common.config import RunConfig, load_config
+from fedward_common.lora import LoraOptions
 from fedward_common.privacy.accounting import spent
 from fedward_common.privacy.amplification import Drawn, unseen
 from fedward_common.privacy.exact_gaussian import epsilon_of
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.privacy.site import mechanism
+from fedward_common.shared_data import SharedOptions
+from fedward_server import plan
 from fedward_server.keys import all_keys
 from fedward_server.plan import forecast, open_task, refusals
 from fedward_server.project import create
 from safetensors.numpy import save_file
+from torch import nn
 
 Change = Callable[[Path], None]
 
@@ -68,6 +73,28 @@ def test_the_forecast_of_a_secure_sum(project: Path) -> None:
     assert "10 nodes, all with all, threshold 7 (t): survives 2 drop-outs and 2" in " ".join(result.output.split())
     refused = fedward("plan", project / "run.toml", "--nodes", "2")
     assert refused.exit_code == 1 and "a secure sum needs at least 3" in " ".join(refused.output.split())
+
+
+def test_the_plan_of_a_rule_that_keeps_updates(project: Path) -> None:
+    with (project / "run.toml").open("a") as file:
+        file.write('[secure_sum]\nenabled = false\n[aggregation]\nrule = "krum"\nbyzantine = 2\n')
+    shown = " ".join(fedward("plan", project / "run.toml", "--nodes", "10").output.split())
+    assert 'aggregation "krum" (byzantine = 2): the server keeps 0.0964 MB a round' in shown
+    refused = fedward("plan", project / "run.toml", "--nodes", "6")
+    shown = " ".join((refused.output + refused.stderr).split())
+    assert refused.exit_code == 1 and "a round has 6 nodes" in shown and "at least 7 nodes" in shown
+
+
+def test_the_plan_of_a_norm_bound(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (project / "run.toml").open("a") as file:
+        file.write('[aggregation]\nrule = "norm_bound"\nbound = 0.5\n')
+    shown = " ".join(fedward("plan", project / "run.toml", "--nodes", "10").output.split())
+    assert 'aggregation "norm_bound" (bound = 0.5)' in shown and "the server keeps" not in shown
+    config = load_config(project / "run.toml")
+    task = open_task(config, project)
+    monkeypatch.setattr(task, "model", lambda: nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32)))
+    monkeypatch.setattr(plan, "open_task", lambda config, project: task)
+    assert any("64 float buffers" in problem for problem in refusals(config, project))
 
 
 PRIVATE = """
@@ -168,8 +195,18 @@ def test_a_method_that_the_algorithm_asks_for_is_missed(project: Path, name: str
     edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
     result = fedward("plan", project / "run.toml", "--nodes", "4")
     assert result.exit_code == 1
-    assert f"Digits lacks representation, which algorithm.name = '{name}' asks of a task" in result.stderr
-    assert "def representation(self, model, batch)" in result.stderr
+    text = " ".join(result.output.split())
+    assert f"- Digits lacks representation, which algorithm.name = '{name}' asks of a task" in text
+    assert "def representation(self, model, batch)" in text and text.count("lacks representation") == 1
+
+
+def test_a_public_data_set_that_the_task_lacks_is_missed(project: Path) -> None:
+    entry = (project / "run.toml").read_text().split('task = "')[1].partition('"')[0]
+    edit("run.toml", f'task = "{entry}"\n', "")(project)
+    with (project / "run.toml").open("a") as file:
+        file.write(f'\n[task]\nentry = "{entry}"\n\n[task.shared]\nshare = 0.5\n')
+    result = fedward("plan", project / "run.toml", "--nodes", "4")
+    assert result.exit_code == 1 and "[task.shared] needs shared_data(config)" in " ".join(result.output.split())
 
 
 def test_a_cohort_is_no_larger_than_asked_for(project: Path) -> None:
@@ -185,6 +222,16 @@ def test_epochs_are_turned_into_steps(project: Path) -> None:
     table = {"partition": 0, "partitions": 4}
     batches = -(-len(task.data(table).train) // 16)  # type: ignore[arg-type]
     assert forecast(config, task, 4, table).steps == 3 * batches
+
+
+def test_public_examples_make_a_pass_longer(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit("run.toml", "steps = 20  ", "epochs = 1 ")(project)
+    config = load_config(project / "run.toml").model_copy(update={"shared": SharedOptions(share=0.5)})
+    task = open_task(config, project)
+    table = {"partition": 0, "partitions": 4}
+    own = len(task.data(table).train)  # type: ignore[arg-type]
+    monkeypatch.setattr(task, "shared_data", lambda table: task.data({**table, "partition": 1}).train, raising=False)
+    assert forecast(config, task, 4, table).steps == -(-2 * own // 16)
 
 
 def test_data_that_is_elsewhere_is_no_error(project: Path, tmp_path: Path) -> None:
@@ -239,13 +286,17 @@ def test_a_bad_configuration_is_refused_first(project: Path) -> None:
 def test_keys_are_those_of_the_schema() -> None:
     listed = {(key.table, key.name) for key in all_keys()}
     tables = {name: RunConfig.model_fields[name].annotation for name in ("local", "cohort", "evaluation", "secure_sum")}
-    for table, model in {**tables, "privacy": PrivacyOptions}.items():
+    more = {"privacy": PrivacyOptions, "lora": LoraOptions, "task.shared": SharedOptions}
+    for table, model in {**tables, **more}.items():
         assert {name for where, name in listed if where == table} == set(model.model_fields)  # type: ignore[union-attr]
     for name, algorithm in ALGORITHMS.items():
         where = f'algorithm, name = "{name}"'
         assert {key for table, key in listed if table == where} == set(algorithm.Options.model_fields)
+    for rule, options in RULES.items():
+        where = f'aggregation, rule = "{rule}"'
+        assert {key for table, key in listed if table == where} == set(options.model_fields)
     top = {name for where, name in listed if where == ""}
-    assert top == set(RunConfig.model_fields) - {"algorithm", "privacy", *tables}
+    assert top == set(RunConfig.model_fields) - {"algorithm", "aggregation", "privacy", "lora", "shared", *tables}
 
 
 def test_keys_have_types_defaults_and_meanings() -> None:

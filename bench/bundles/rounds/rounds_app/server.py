@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from fedward_common.algorithms.registry import build_sum
+from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig
 from fedward_common.update import Kind, Layout, TensorSpec
 from fedward_server.collecting import PlainCollector, SecureCollector
@@ -36,7 +36,7 @@ def main(grid: Grid, context: Context) -> None:
     runtime = DirectRuntime(Path(told["database"]), grid.run.run_id)
     transport = FlowerTransport(grid, members or NumberedDirectory(), runtime)
     transport.online()  # the connection to the SuperLink is part of the process as it stands before a round
-    layout, algorithm, clock = Layout((weight,)), build_sum(config.algorithm), Clock()
+    layout, algorithm, clock = Layout((weight,)), build(config.algorithm), Clock()
     collector = PlainCollector(config, algorithm, layout, transport, clock)
     if members is not None:
         collector = SecureCollector.over(
