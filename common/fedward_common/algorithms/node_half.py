@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,11 @@ class Local:
         from fedward_common import batches
 
         return batches.length(self.data.train)
+
+
+def derived(seed: int, name: str) -> int:
+    """Another seed for the same node and round."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
 
 
 class Hook:
