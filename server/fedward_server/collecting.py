@@ -78,12 +78,10 @@ class Collector(Protocol):
     ) -> Gathered:
         """The mean of the updates that the named nodes give to their TRAIN requests. Raises `RoundFailed`."""
 
-    def evaluate(
-        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
-    ) -> Evaluation:
-        """How good the model in an EVALUATE request is, after a round that trained on `nodes`."""
+    def evaluate(self, requests: Mapping[str, Request], holdout: Collection[str], seconds: float) -> Evaluation:
+        """How good the model in these EVALUATE requests is; those of `holdout` never train."""
 
-    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+    def evaluate_last(self, requests: Mapping[str, Request], seconds: float) -> Means:
         """The nodes' figures for the run's last model, if no later round brings them."""
 
 
@@ -120,12 +118,10 @@ class PlainCollector:
             raise RoundFailed(str(error), gathering.failures) from error
         return Gathered(gathering.replies, gathering.failures, mean, told={"aggregation": told} if told else {})
 
-    def evaluate(
-        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
-    ) -> Evaluation:
-        return evaluation.evaluate(self.transport, request, nodes, holdout, seconds)
+    def evaluate(self, requests: Mapping[str, Request], holdout: Collection[str], seconds: float) -> Evaluation:
+        return evaluation.evaluate(self.transport, requests, holdout, seconds)
 
-    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+    def evaluate_last(self, requests: Mapping[str, Request], seconds: float) -> Means:
         """Each round brought its own."""
         return None
 
@@ -254,23 +250,19 @@ class SecureCollector:
         except SumFailed as error:
             raise RoundFailed(str(error), error.failures) from error
 
-    def evaluate(
-        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
-    ) -> Evaluation:
+    def evaluate(self, requests: Mapping[str, Request], holdout: Collection[str], seconds: float) -> Evaluation:
         if not holdout:
             return Evaluation()
-        done = self._evaluated(request, holdout, seconds)
+        done = self._evaluated({name: requests[name] for name in sorted(holdout)}, seconds)
         if isinstance(done, SumFailed):
             return Evaluation(failures={name: done.failures[name] for name in sorted(done.failures)})
         return Evaluation(holdout=averages(_named(EVALUATE, done.mean.metrics)), failures=done.failures)
 
-    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
-        done = self._evaluated(request, nodes, seconds)
+    def evaluate_last(self, requests: Mapping[str, Request], seconds: float) -> Means:
+        done = self._evaluated(requests, seconds)
         return None if isinstance(done, SumFailed) else averages(_named(EVALUATE, done.mean.metrics))
 
-    def _evaluated(self, request: Request, nodes: Collection[str], seconds: float) -> Summed | SumFailed:
-        requests = {name: replace(request, purpose=Purpose.EVALUATE) for name in sorted(nodes)}
-
+    def _evaluated(self, requests: Mapping[str, Request], seconds: float) -> Summed | SumFailed:
         def shape(n: int) -> Shape:
             return Shape((), schema(False, True, self.metric_names), self.config.secure_sum.bits, n)
 
@@ -351,13 +343,11 @@ class PrivateCollector(SecureCollector):
         }
         return {"privacy": told}
 
-    def evaluate(
-        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
-    ) -> Evaluation:
+    def evaluate(self, requests: Mapping[str, Request], holdout: Collection[str], seconds: float) -> Evaluation:
         """Nothing: what a model scores on nodes' data would be a release."""
         return Evaluation()
 
-    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+    def evaluate_last(self, requests: Mapping[str, Request], seconds: float) -> Means:
         return None
 
 
