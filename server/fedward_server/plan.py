@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedward_common.aggregation_options import Mean
 from fedward_common.algorithms.registry import build, layout_of
 from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
@@ -127,6 +128,8 @@ def _check_initial(config: RunConfig, project: Path) -> None:
 
 
 def _check_aggregation(config: RunConfig, project: Path) -> None:
+    if isinstance(config.aggregation, Mean):
+        return
     task = open_task(config, project)
     if problem := config.aggregation.check_layout(layout_of(config.algorithm, task, task.model())):
         raise TaskError(problem)
