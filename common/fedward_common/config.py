@@ -25,8 +25,10 @@ from fedward_common.algorithms.registry import ALGORITHMS, build, parse_options
 from fedward_common.errors import ConfigError
 from fedward_common.explain import NAME_PATTERN, TASK_PATTERN, NestedError, Source, show
 from fedward_common.explain import explain as explain
+from fedward_common.lora import LoraOptions
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.secagg.graph import NoProtection, Parameters, choose
+from fedward_common.shared_data import SharedOptions
 from fedward_common.update import Kind, Layout, TensorSpec
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -122,8 +124,16 @@ class SecureSumOptions(_Table):
 class RunConfig(_Table):
     """One federated training, completely."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     name: Name = Field(description="what lists and tables call the run")
-    task: str = Field(pattern=TASK_PATTERN, description="'module:Class' in the bundle")
+    task: str = Field(
+        pattern=TASK_PATTERN,
+        description="'module:Class' in the bundle; where there is a [task.shared] table, written as entry in [task]",
+    )
+    shared: SharedOptions | None = Field(
+        default=None, alias="task.shared", description="a public data set in local training; without the table, none"
+    )
     rounds: int = Field(ge=1, le=1_000_000, description="rounds of the training")
     seed: int = Field(default=0, ge=0, lt=2**31, description="of the model, batches and, without [privacy], cohorts")
     algorithm: Annotated[SerializeAsAny[AlgorithmOptions], BeforeValidator(_algorithm)]
@@ -133,6 +143,7 @@ class RunConfig(_Table):
     evaluation: EvaluationOptions = EvaluationOptions()
     secure_sum: SecureSumOptions = SecureSumOptions()
     privacy: PrivacyOptions | None = Field(default=None, description="differential privacy; without the table, none")
+    lora: LoraOptions | None = Field(default=None, description="adapters in a frozen model; without the table, none")
     initial_model: str | None = Field(default=None, description="safetensors file to start from (path beside the TOML)")
     tags: tuple[Name, ...] = Field(default=(), description="what the run is for; nodes' policies may ask for some")
 
@@ -156,6 +167,7 @@ class RunConfig(_Table):
             _aggregation_problem(self),
             _secure_problem(self),
             _privacy_problem(self),
+            _shared_problem(self),
         ):
             if problem:
                 raise ValueError(problem)
@@ -313,6 +325,38 @@ def _privacy_problem(config: RunConfig) -> str | None:
     return config.algorithm.check_privacy(unit)
 
 
+def _shared_problem(config: RunConfig) -> str | None:
+    if config.shared is None or config.privacy is None or config.privacy.unit != "patient":
+        return None
+    return (
+        "[task.shared] with privacy.unit = 'patient': how many public examples a node adds follows from how many "
+        "records it has, and one patient may have many, so that more than this patient's records would move the steps. "
+        "Remove the table, or choose unit = 'record' or 'site'."
+    )
+
+
+def _with_plain_task(tables: dict[str, Any]) -> dict[str, Any]:
+    """`[task] entry = …` with `[task.shared]` as the two fields that they are in `RunConfig`."""
+    task = tables.get("task")
+    if not isinstance(task, dict):
+        return tables
+    unknown = sorted(set(task) - {"entry", "shared"})
+    if unknown:
+        raise ConfigError(
+            "\n".join(
+                f"task.{key} = {show(task[key])}: unknown key. [task] has entry and the table [task.shared]."
+                for key in unknown
+            )
+        )
+    if "entry" not in task:
+        raise ConfigError(
+            "task.entry: missing. Write the task's 'module:Class' as entry in [task], for example "
+            '"digits.task:Digits".'
+        )
+    shared = {"task.shared": task["shared"]} if "shared" in task else {}
+    return {**tables, "task": task["entry"], **shared}
+
+
 def parse_config(tables: dict[str, Any]) -> RunConfig:
     """A `RunConfig` from TOML tables (top-level keys may stand in `[run]`). Raises `ConfigError`.
 
@@ -329,7 +373,7 @@ def parse_config(tables: dict[str, Any]) -> RunConfig:
         )
     try:
         # By way of JSON: strict there still reads a list as a tuple. TOML's dates are no text, so not made one.
-        text = json.dumps({**run, **rest}, default=lambda date: [str(date)])
+        text = json.dumps(_with_plain_task({**run, **rest}), default=lambda date: [str(date)])
         return RunConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         source = Source(RunConfig, "the run's TOML", "; 'fedward plan --keys' lists all keys")

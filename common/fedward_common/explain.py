@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -22,6 +22,7 @@ _RULES: dict[str, str] = {
     "bool_type": "must be true or false. Write it in lower case, without quotes.",
     "string_type": 'must be text. Put it in double quotes: "…".',
     "literal_error": "must be {expected}. Use one of these.",
+    "too_short": "must have at least {min_length} entry. Add one.",
     "tuple_type": 'must be a list. Put it in brackets: ["…"].',
     "list_type": 'must be a list. Put it in brackets: ["…"].',
     "model_type": "must be a table. Write its keys below a [{field}] line.",
@@ -107,12 +108,13 @@ def _fields_at(model: type[BaseModel] | None, location: Sequence[str | int]) -> 
         return []
     here: type[BaseModel] = model
     for part in location[:-1]:
-        field = here.model_fields.get(str(part))
-        table = field.annotation if field is not None else None
-        if not (isinstance(table, type) and issubclass(table, BaseModel)):
+        field = next((field for name, field in here.model_fields.items() if part in (name, field.alias)), None)
+        tables = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        found = next((table for table in tables if isinstance(table, type) and issubclass(table, BaseModel)), None)
+        if found is None:
             return []
-        here = table
-    return list(here.model_fields)
+        here = found
+    return [field.alias or name for name, field in here.model_fields.items()]
 
 
 def dotted(location: Sequence[str | int]) -> str:

@@ -21,11 +21,13 @@ from torch.utils.data import Dataset
 from fedward_common import batches
 from fedward_common.algorithms.base import MODEL, STATISTIC
 from fedward_common.algorithms.node_half import Local
-from fedward_common.algorithms.registry import build, layout_of
+from fedward_common.algorithms.registry import build
 from fedward_common.algorithms.training import checked_loss, seed_all
 from fedward_common.config import RunConfig
 from fedward_common.errors import TaskError, UpdateError
+from fedward_common.model import fresh_model, laid_out
 from fedward_common.privacy.sampled import SampledSteps, sampled_steps
+from fedward_common.shared_data import check_public, check_shared, mixed
 from fedward_common.task import Data, Task, check_data, check_task, metric_names
 from fedward_common.update import Kind, Layout, Vector, Vectors
 from fedward_common.work import PRIVATE, Done, Work
@@ -80,7 +82,7 @@ class LocalRunner:
         return doers[work.op](work)
 
     def _prepare(self, work: Work) -> Done:
-        layout, _ = self._built.layout, self._data
+        layout, _ = self._built.layout, self._training
         return Done(info=self._told(layout))
 
     def _count(self, work: Work) -> Done:
@@ -91,7 +93,7 @@ class LocalRunner:
 
     def _initial(self, work: Work) -> Done:
         # A fresh model: the one at hand may have been trained.
-        model = self._fresh_model()
+        model = fresh_model(self._config, self._task)
         state = model.state_dict()
         names = {MODEL: Kind.TRAINABLE, STATISTIC: Kind.STATISTIC, "counter": Kind.COUNTER}
         layout = self.layout
@@ -101,25 +103,26 @@ class LocalRunner:
     def _train(self, work: Work) -> Done:
         built, layout = self._built, self._built.layout
         self._load(work)
-        update, state = self._algorithm.client(local := self._local(work), work.vectors, self._kept(work))
+        update, state = self._algorithm.client(local := self._local(work, work.round), work.vectors, self._kept(work))
         if layout.size(Kind.PRIVATE):
             state = {**state, PRIVATE: layout.pack(built.model.state_dict(), Kind.PRIVATE)}
         info = {"steps": local.progress.steps, "complete": local.progress.complete}
         return Done(update.groups, state, update.weight, update.metrics, info)
 
-    def _local(self, work: Work) -> Local:
+    def _local(self, work: Work, seed: int | str) -> Local:
         built = self._built
         return Local(
             task=self._task,
             model=built.model,
-            data=self._data,
+            data=self._training,
             layout=built.layout,
             options=self._config.local,
             round=work.round,
-            seed=self._seed(work.round),
+            seed=self._seed(seed),
             device=self._device,
             seconds=work.seconds,
             private=self._private,
+            apart=self._data.train,
         )
 
     def _kept(self, work: Work) -> Vectors:
@@ -128,7 +131,8 @@ class LocalRunner:
         extents = self._algorithm.keeps(layout)
         kept = {name: work.state[name] for name in extents if name in work.state}
         if len(kept) < len(extents):
-            kept = dict(self._algorithm.begin(layout, work.vectors))
+            private = work.state.get(PRIVATE, self._built.private)
+            kept = dict(self._algorithm.begin(layout, {**work.vectors, PRIVATE: private}))
         for name, extent in extents.items():
             _fits(f"kept vector {name!r}", kept[name], layout.extent(extent)[0])
         return kept
@@ -141,7 +145,7 @@ class LocalRunner:
         model = self._built.model
         if work.split != "central":
             # A node judges the model that it would use itself.
-            own = self._algorithm.personal(self._local(work), work.vectors, self._kept(work))
+            own = self._algorithm.personal(self._local(work, "evaluate"), work.vectors, self._kept(work))
             if own is not work.vectors:
                 self._put(own)
         model.eval()
@@ -187,25 +191,16 @@ class LocalRunner:
 
     @cached_property
     def _built(self) -> _Built:
-        model = self._fresh_model()
+        model = fresh_model(self._config, self._task)
         if self._private is not None:
             from fedward_common.privacy.dp_sgd import check_model
 
             check_model(model)
-        layout = layout_of(self._config.algorithm, self._task, model)
-        if problem := self._config.aggregation.check_layout(layout):
-            raise TaskError(problem)
+        layout = laid_out(self._config, self._task, model)
         state = model.state_dict()
         return _Built(
             model.to(self._device), layout, layout.pack(state, Kind.PRIVATE), layout.pack(state, Kind.COUNTER)
         )
-
-    def _fresh_model(self) -> nn.Module:
-        seed_all(self._config.seed, "cpu")
-        model = self._task.model()
-        if not isinstance(model, nn.Module):
-            raise TaskError(f"model() returned {type(model).__name__}: return a torch.nn.Module.")
-        return model
 
     @cached_property
     def _private(self) -> SampledSteps | None:
@@ -217,6 +212,17 @@ class LocalRunner:
         # A random split into train and test must come out the same after a restart.
         seed_all(self._seed("data"), "cpu")
         return _flattened(check_data(self._task.data(self._data_config)))
+
+    @cached_property
+    def _training(self) -> Data:
+        """What this node trains on: its own data, and as many public examples as the run asks for."""
+        shared = self._config.shared
+        if shared is None:
+            return self._data
+        check_shared(self._task)
+        seed_all(self._config.seed, "cpu")
+        public = check_public(self._task.shared_data(self._data_config))  # type: ignore[attr-defined]
+        return mixed(self._data, public, shared, self._seed("shared"))
 
     @cached_property
     def _central_data(self) -> Data:

@@ -273,7 +273,10 @@ class SecureParticipant(Participant):
             groups = {group.name: update.groups[group.name] for group in shape.groups}
             weight = 1.0 if self.config.uniform else update.weight
             metrics |= {TRAIN + name: value for name, value in update.metrics.items()}
-            metrics |= scalar_groups.weighted(summed, update.groups, weight)
+            try:
+                metrics |= scalar_groups.weighted(summed, update.groups, weight)
+            except UpdateError as error:
+                raise Refused(Failure(Reason.BAD_UPDATE, str(error))) from error
         return laid_out(shape, Update(groups, weight, metrics))
 
     def _words_by_site(self, request: Request, shape: Shape, broadcast: Vectors, spare_key: bytes) -> Words:

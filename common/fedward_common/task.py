@@ -49,9 +49,12 @@ class Task(Protocol):
     Optional attributes: `metric_names` (the names that `metrics` returns, such as `("accuracy",)`: a secure sum has a
     fixed place for each); `tensor_kinds` (shell pattern over state-dict names -> 'trainable' | 'statistic' |
     'counter' | 'private' | 'frozen'); `central_data(config) -> Data` for evaluation on the server (its `test`, or
-    `train` if that is None); `losses(model, batch) -> Tensor`, the loss of each record, for ghost clipping;
-    `representation(model, batch) -> Tensor`, [batch, features]: what the model makes of each record before its last
-    layer (or the output of a projection head), with a gradient; for the algorithms `moon` and `fednp`.
+    `train` if that is None); `shared_data(config) -> Dataset`, the same public examples on every node, made after the
+    run's seed was set, for runs with `[task.shared]`; `losses(model, batch) -> Tensor`, the loss of each record, for
+    ghost clipping; `representation(model, batch) -> Tensor`, [batch, features]: what the model makes of each record
+    before its last layer (or the output of a projection head), with a gradient; for the algorithms `moon`,
+    `fednp` and `fedphp`; `logits(model, batch) -> Tensor`, [batch, classes, …], with a gradient, for `fedphp`;
+    `labels(dataset) -> Tensor`, 1-D and whole numbers: the label of each record, for weights by label distribution.
     """
 
     def model(self) -> nn.Module:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 COUNTER = "counter"
 """Name of the vector of integer buffers in the server's state, if the model has any: kept from the initial model."""
 
+FROZEN = "frozen"
+"""Key in a model file's metadata: `Layout.frozen`, if the model has frozen tensors. They are not in the file."""
+
 KEEP_LAST = 3
 _KEY = "fedward"
 _NAME = re.compile(r"round-(\d{7})\.safetensors")
@@ -83,10 +86,10 @@ class Checkpoint:
         return self.state.round
 
     def model_bytes(self) -> bytes:
-        """The model as a safetensors file of named tensors, private ones left out."""
+        """The model as a safetensors file of named tensors, private and frozen ones left out."""
         kinds = ((Kind.TRAINABLE, MODEL), (Kind.STATISTIC, STATISTIC), (Kind.COUNTER, COUNTER))
         vectors = [(self.state.vectors[name], kind) for kind, name in kinds if name in self.state.vectors]
-        metadata = {"round": str(self.round)}
+        metadata = {"round": str(self.round)} | ({FROZEN: self.layout.frozen} if self.layout.frozen else {})
         if self.layout.fits_numpy:
             arrays: dict[str, Vector] = {}
             for vector, kind in vectors:

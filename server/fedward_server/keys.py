@@ -38,7 +38,7 @@ def all_keys() -> Iterator[Key]:
             continue
         model = _table(field.annotation)
         if model is not None:
-            tables.append((name, model))
+            tables.append((field.alias or name, model))
         else:
             yield _key("", name, field)
     for table, model in tables:
@@ -87,11 +87,14 @@ def _type(annotation: Any) -> str:
             found.extend(_limits(getattr(extra, "metadata", [extra])))
         return " ".join(found)
     if origin in (Union, types.UnionType):
-        return " | ".join(_type(part) for part in arguments if part is not type(None))
+        # A table of several shapes is one table.
+        return " | ".join(dict.fromkeys(_type(part) for part in arguments if part is not type(None)))
     if origin is Literal:
         return " | ".join(show(value) for value in arguments)
     if origin in (tuple, list):
         return f"list of {_type(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     return _WORDS.get(getattr(annotation, "__name__", ""), str(annotation))
 
 

@@ -11,23 +11,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedward_common.aggregation_options import Mean
-from fedward_common.algorithms.registry import build, layout_of
+from fedward_common.algorithms.registry import build
 from fedward_common.bundle import Bundle, build_bundle
 from fedward_common.config import RunConfig
-from fedward_common.errors import FedwardError, TaskError
+from fedward_common.errors import ConfigError, FedwardError, TaskError
 from fedward_common.local import LocalRunner
+from fedward_common.model import fresh_model, laid_out
 from fedward_common.privacy import sampled, site, wording
 from fedward_common.privacy.accounting import Claim, spent
 from fedward_common.privacy.amplification import Drawn, unseen
 from fedward_common.privacy.cost import check_layout, multiplier, round_cost
 from fedward_common.secagg.graph import Parameters
 from fedward_common.secagg.packing import packed_size
+from fedward_common.shared_data import check_shared
 from fedward_common.task import Task, load_task
 from fedward_common.update import Kind, Vectors
 from fedward_common.work import Work
 
-from fedward_server.taskhost import load_vectors
+from fedward_server.model_file import load_vectors
 
 _MEASURED_STEPS = 10
 
@@ -52,7 +53,8 @@ class Privacy:
 class Forecast:
     """What a round costs. Bytes are of tensors; messages add about 1 %.
 
-    parameters: trainable ones. down, up: bytes a node and round. evaluation: bytes down for an evaluation.
+    parameters: trainable ones. frozen: values that are the same everywhere and never sent. kept: private values, which
+    never leave a node. down, up: bytes a node and round. evaluation: bytes down for an evaluation.
     secure: neighbours, threshold and what a round survives, if it is a secure sum (evaluations then come with it).
     privacy: ε over the rounds, if the run has [privacy].
     steps: K on the node whose data was measured, None if no data is here. step_seconds: one local step here.
@@ -68,6 +70,8 @@ class Forecast:
     step_seconds: float | None = None
     secure: Parameters | None = None
     privacy: Privacy | None = None
+    frozen: int = 0
+    kept: int = 0
 
     @property
     def train_seconds(self) -> float | None:
@@ -92,15 +96,18 @@ def refusals(config: RunConfig, project: Path) -> list[str]:
     checks: tuple[Callable[[], None], ...] = (
         lambda: Bundle.open(build_bundle(project)).check(project),
         lambda: _check_task_packed(config, project),
+        lambda: _check_task(config, project),
         lambda: _check_initial(config, project),
         lambda: _check_private(config, project),
-        lambda: _check_aggregation(config, project),
     )
     for check in checks:
         try:
             check()
         except FedwardError as error:
-            problems.extend(str(error).splitlines())
+            # A configuration's errors stand one a line; a task's is one, with an example of what to add.
+            found = str(error).splitlines() if isinstance(error, ConfigError) else [str(error)]
+            # The same fault may stop several checks.
+            problems.extend(problem for problem in found if problem not in problems)
     return problems
 
 
@@ -115,6 +122,13 @@ def _check_task_packed(config: RunConfig, project: Path) -> None:
         )
 
 
+def _check_task(config: RunConfig, project: Path) -> None:
+    task = open_task(config, project)
+    if config.shared is not None:
+        check_shared(task)
+    laid_out(config, task, fresh_model(config, task))
+
+
 def _check_initial(config: RunConfig, project: Path) -> None:
     if config.initial_model is None:
         return
@@ -124,26 +138,15 @@ def _check_initial(config: RunConfig, project: Path) -> None:
             f"initial_model = {config.initial_model!r}: no such file in {project}. Correct the path, or remove the key."
         )
     task = open_task(config, project)
-    load_vectors(layout_of(config.algorithm, task, task.model()), path, {})
-
-
-def _check_aggregation(config: RunConfig, project: Path) -> None:
-    if isinstance(config.aggregation, Mean):
-        return
-    task = open_task(config, project)
-    if problem := config.aggregation.check_layout(layout_of(config.algorithm, task, task.model())):
-        raise TaskError(problem)
+    load_vectors(laid_out(config, task, fresh_model(config, task)), path, {})
 
 
 def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str, Any] | None) -> Forecast:
     """What a round with up to `nodes` nodes costs. data_config: the [data] table of a node whose data is here
     (its local step is measured), or None. Raises `TaskError`, and `ConfigError` for too few nodes.
     """
-    import torch
-
-    torch.manual_seed(config.seed)
-    model = task.model()
-    layout = layout_of(config.algorithm, task, model)
+    model = fresh_model(config, task)
+    layout = laid_out(config, task, model)
     algorithm = build(config.algorithm)
     start: Vectors = {
         name: layout.pack(model.state_dict(), kind)
@@ -171,6 +174,8 @@ def forecast(config: RunConfig, task: Task, nodes: int, data_config: Mapping[str
         evaluation=0 if parameters else sum(vector.nbytes for vector in start.values()),
         secure=parameters,
         privacy=None if config.privacy is None else privacy(config, layout.size(Kind.TRAINABLE), cohort, nodes),
+        frozen=layout.size(Kind.FROZEN),
+        kept=layout.size(Kind.PRIVATE),
     )
     if data_config is None:
         return result
@@ -231,18 +236,18 @@ def _check_private(config: RunConfig, project: Path) -> None:
     if config.privacy is None:
         return
     task = open_task(config, project)
-    model = task.model()
+    model = fresh_model(config, task)
     if config.privacy.unit != "site":
         from fedward_common.privacy.dp_sgd import check_model
 
         check_model(model)
-    layout = layout_of(config.algorithm, task, model)
+    layout = laid_out(config, task, model)
     check_layout(layout)
     round_cost(config, layout.size(Kind.TRAINABLE), site.planned(config))
 
 
 def _measure(config: RunConfig, task: Task, data_config: Mapping[str, Any], broadcast: Vectors) -> tuple[int, float]:
-    """(examples of the node, seconds of one local step here)."""
+    """(examples of a pass on the node, seconds of one local step here)."""
     changes: dict[str, Any] = {"local": config.local.model_copy(update={"steps": _MEASURED_STEPS, "epochs": None})}
     if config.privacy is not None:
         # A step takes as long with any noise: none is to be calibrated for so few steps.
@@ -254,7 +259,8 @@ def _measure(config: RunConfig, task: Task, data_config: Mapping[str, Any], broa
         started = time.perf_counter()
         runner.do(Work("train", 1, broadcast))
         seconds = min(seconds, time.perf_counter() - started)
-    return len(task.data(data_config).train), seconds / _MEASURED_STEPS  # type: ignore[arg-type]
+    own = len(task.data(data_config).train)  # type: ignore[arg-type]
+    return own + (config.shared.count(own) if config.shared is not None else 0), seconds / _MEASURED_STEPS
 
 
 def bundle_digest(project: Path) -> str:

@@ -22,11 +22,11 @@ from fedward_common.work import Work
 from fedward_server.checkpoint import Checkpoints
 from fedward_server.events import Event, EventLog
 from fedward_server.live import Display, open_display
+from fedward_server.model_file import load_vectors
 from fedward_server.paths import RunPaths
 from fedward_server.plan import open_task
 from fedward_server.privacy_report import write_if_private
 from fedward_server.simulation import simulate
-from fedward_server.taskhost import load_vectors
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from typing import NoReturn
 
 import numpy as np
 from fedward_common.algorithms.base import MODEL, STATISTIC
-from fedward_common.algorithms.registry import build, layout_of
+from fedward_common.algorithms.registry import build
 from fedward_common.config import RunConfig
 from fedward_common.errors import ConfigError, FedwardError
 from fedward_common.messages import Reply, Request
+from fedward_common.model import fresh_model, laid_out
 from fedward_common.task import Task
 from fedward_common.update import Kind, Layout, Vector, Vectors
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -27,6 +28,7 @@ from fedward_server.checkpoint import COUNTER
 from fedward_server.collecting import PlainCollector
 from fedward_server.events import EventLog, read_events
 from fedward_server.grid import FlowerTransport, NumberedDirectory
+from fedward_server.model_file import holds
 from fedward_server.paths import RunPaths
 from fedward_server.rounds import Rounds
 from fedward_server.transport import Clock, Peer, Transport, never
@@ -49,9 +51,7 @@ class Fedward(Strategy):
                 "of Flower's own strategies in fedward_server.secure_sum.SecureSum."
             )
         self._config = config
-        self._layout = layout_of(config.algorithm, task, task.model())
-        if problem := config.aggregation.check_layout(self._layout):
-            raise ConfigError(problem)
+        self._layout = laid_out(config, task, fresh_model(config, task))
         self._work_dir = work_dir
         self._epoch = epoch
 
@@ -166,10 +166,18 @@ class _WithConfig:
 
 
 def vectors_of(layout: Layout, arrays: ArrayRecord) -> dict[str, Vector]:
-    """The flat vectors of a state dict in Flower arrays. Raises `ConfigError`."""
-    missing = [spec.name for spec in layout.tensors if spec.kind is not Kind.PRIVATE and spec.name not in arrays]
+    """The flat vectors of a state dict in Flower arrays; private and frozen tensors may be missing. Raises
+    `ConfigError`."""
+    missing = [spec.name for kind in _KINDS.values() for spec in layout.of_kind(kind) if spec.name not in arrays]
     if missing:
         raise ConfigError(f"initial_arrays lacks {missing}: give ArrayRecord(model.state_dict()).")
+    frozen = [spec for spec in layout.of_kind(Kind.FROZEN) if spec.name in arrays]
+    others = [spec.name for spec in frozen if not holds(arrays[spec.name].numpy(), spec)]
+    if others:
+        raise ConfigError(
+            f"initial_arrays has other values than the task's model in {others}, which are frozen and not sent: give "
+            "the arrays of fedward_common.model.fresh_model(config, task), or leave them out."
+        )
     vectors = {}
     for name, kind in _KINDS.items():
         parts = [arrays[spec.name].numpy().reshape(-1) for spec in layout.of_kind(kind)]
@@ -179,7 +187,7 @@ def vectors_of(layout: Layout, arrays: ArrayRecord) -> dict[str, Vector]:
 
 
 def arrays_of(layout: Layout, vectors: Vectors) -> ArrayRecord:
-    """The inverse of `vectors_of`: a state dict in Flower arrays, private tensors left out."""
+    """The inverse of `vectors_of`: a state dict in Flower arrays, private and frozen tensors left out."""
     arrays: dict[str, Array] = {}
     for name, kind in _KINDS.items():
         if name in vectors:

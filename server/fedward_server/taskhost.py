@@ -7,23 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from fedward_common.algorithms.base import MODEL, STATISTIC
 from fedward_common.bundle import Bundle
 from fedward_common.config import RunConfig
-from fedward_common.errors import ConfigError
-from fedward_common.update import Kind, Layout, Vectors
+from fedward_common.update import Layout, Vectors
 from fedward_common.work import Work
 from fedward_common.worker.parent import Worker
 from fedward_common.worker.setup import Setup
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
-from fedward_server.checkpoint import COUNTER
+from fedward_server.model_file import load_vectors
 from fedward_server.paths import RunPaths, ServerPaths
 
 _BUILD_SECONDS = 300.0
-_KINDS = {MODEL: Kind.TRAINABLE, STATISTIC: Kind.STATISTIC, COUNTER: Kind.COUNTER}
 
 
 class TaskHost:
@@ -62,41 +56,3 @@ class TaskHost:
     def close(self) -> None:
         """End the worker."""
         self._worker.close()
-
-
-def load_vectors(layout: Layout, path: Path, built: Vectors) -> Vectors:
-    """The flat vectors of a safetensors file that holds every shared tensor of `layout` by name.
-
-    Counters may be missing: then those of the freshly `built` model stay. Raises `ConfigError`, naming each tensor.
-    """
-    try:
-        found = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"initial_model: not a safetensors file: {error}") from error
-    problems = []
-    vectors: dict[str, Any] = {}
-    for name, kind in _KINDS.items():
-        specs = layout.of_kind(kind)
-        if not specs or (kind is Kind.COUNTER and not any(spec.name in found for spec in specs)):
-            if name in built:
-                vectors[name] = built[name]
-            continue
-        parts = []
-        for spec in specs:
-            tensor = found.get(spec.name)
-            if tensor is None:
-                problems.append(f"{spec.name}: missing")
-            elif tensor.shape != spec.shape:
-                problems.append(f"{spec.name}: shape {tensor.shape}, the model needs {spec.shape}")
-            elif not np.isfinite(tensor).all():
-                problems.append(f"{spec.name}: holds values that are not finite")
-            else:
-                parts.append(tensor.reshape(-1).astype(layout.dtype(kind), copy=False))
-        if not problems:
-            vectors[name] = np.concatenate(parts)
-    private = {spec.name for spec in layout.of_kind(Kind.PRIVATE)}
-    unknown = sorted(set(found) - {spec.name for spec in layout.tensors} - private)
-    problems += [f"{name}: not a tensor of the task's model" for name in unknown]
-    if problems:
-        raise ConfigError("initial_model does not fit the task's model: " + "; ".join(problems))
-    return vectors

@@ -37,9 +37,6 @@ DELTA_NATURAL = "delta_natural"
 HEAD = "head"
 """f and the natural-parameter network, flat: the node's own, never sent."""
 
-_FLOOR = 5e-6
-"""Added to the variances of p(θ|z), as in the authors' program."""
-
 
 class FedNPOptions(AlgorithmOptions):
     """`[algorithm] name = "fednp"`."""
@@ -49,6 +46,9 @@ class FedNPOptions(AlgorithmOptions):
     dimension: int = Field(default=10, ge=1, le=1000, description="coordinates of the latent variable z")
     layer: str | None = Field(
         default=None, description="weight of the classifier; default the model's last tensor with two axes"
+    )
+    min_variance: float = Field(
+        default=0.01, gt=0, description="added to the variances of the weights that z predicts; 5e-6: as the authors"
     )
     server_lr: ServerLR = 1.0
 
@@ -128,7 +128,7 @@ class FedNP(SumAlgorithm[FedNPOptions]):
             return Update(groups, 1.0, trained.metrics), state
         layer, shapes = self._classifiers(local.layout)[-1].name, self._head_shapes(local.layout)
         cavity = cavity_of(message[NATURAL] - old, local.device)
-        propagation = _Propagation(self.options.kl_weight, local, layer, shapes, state[HEAD], cavity)
+        propagation = _Propagation(self.options, local, layer, shapes, state[HEAD], cavity)
         trained = train(local, message, (propagation,))
         new = propagation.natural()
         groups = {**changes(trained, message), DELTA_NATURAL: new - old}
@@ -186,7 +186,7 @@ class _Propagation(Hook):
 
     def __init__(
         self,
-        weight: float,
+        options: FedNPOptions,
         local: Local,
         layer: str,
         shapes: Mapping[str, tuple[int, ...]],
@@ -195,7 +195,9 @@ class _Propagation(Hook):
     ) -> None:
         import torch
 
-        self._weight = weight
+        from fedward_common.algorithms.training import SGD
+
+        self._options = options
         self._local = local
         self._layer = layer
         self._cavity = cavity
@@ -206,11 +208,7 @@ class _Propagation(Hook):
             part = torch.tensor(head[at : at + size], device=local.device).reshape(shape)
             self._head[name] = part.requires_grad_()
             at += size
-        options = local.options
-        self._optimiser = torch.optim.SGD(
-            self._head.values(), options.lr, momentum=options.momentum, weight_decay=options.weight_decay
-        )
-        self._step = 0
+        self._optimiser = SGD(list(self._head.values()), local.options, local.round)
 
     def loss(self, model: nn.Module, batch: Batch, loss: torch.Tensor) -> torch.Tensor:
         import torch
@@ -224,22 +222,20 @@ class _Propagation(Hook):
         head = self._head
         hidden = gaussian.sigmoid(gaussian.linear(q, head["hidden.weight"], head["hidden.bias"]))
         mean, variance = gaussian.linear(hidden, head["output.weight"], head["output.bias"])
-        predicted = Gaussian(mean, variance + _FLOOR)
+        predicted = Gaussian(mean, variance + self._options.min_variance)
         local = Gaussian(self._classifier(model).double().reshape(-1), predicted.variance)
         divergences = gaussian.divergence(predicted, local) + gaussian.divergence(q, prior)
-        return loss + (self._weight * divergences).to(loss.dtype)
+        return loss + (self._options.kl_weight * divergences).to(loss.dtype)
 
     def before_step(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         import torch
 
-        options = self._local.options
-        if options.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._head.values(), options.max_grad_norm)
-        for group in self._optimiser.param_groups:
-            group["lr"] = options.rate(self._local.round, self._step)
+        clip = self._local.options.max_grad_norm
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._head.values(), clip)
         self._optimiser.step()
-        self._optimiser.zero_grad()
-        self._step += 1
+        for part in self._head.values():
+            part.grad = None
 
     def natural(self) -> Vector:
         """(η_k, λ_k) of this node's factor, from one pass over its training data with the model as it is, in evaluation

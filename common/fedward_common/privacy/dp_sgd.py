@@ -76,7 +76,8 @@ class _Units:
 
     @classmethod
     def of(cls, local: Local, by_patient: bool) -> _Units:
-        count = local.examples
+        # Public examples too, as if they were private.
+        count = local.in_pass
         if not by_patient:
             return cls(np.arange(count), np.arange(count + 1))
         groups = local.data.groups
@@ -263,7 +264,7 @@ class _ClippedSum:
     def check(self) -> None:
         """Raise `TaskError` if gradients of a few records within a batch are not those of each record alone: clipping
         would then bound something else. Not for a loss with chance of its own, on which two calls disagree."""
-        model, count = self._local.model, min(_PROBED, self._local.examples)
+        model, count = self._local.model, min(_PROBED, self._local.in_pass)
         everyone = torch.arange(count)
         for module in model.modules():
             module.train(not isinstance(module, _DropoutNd))

@@ -152,6 +152,14 @@ def _print_forecast(console: Console, config: RunConfig, cost: Forecast) -> None
     line("run", f"{config.name}: {config.algorithm.name}, {config.rounds} rounds, {cost.cohort} nodes a round")
     buffers = f" and {cost.buffers:,} buffer values" if cost.buffers else ""
     line("parameters", f"{cost.parameters:,}{buffers}")
+    if cost.frozen:
+        line("frozen", f"{cost.frozen:,} values, the same on every side: never sent")
+    if cost.kept:
+        line("private", f"{cost.kept:,} values, which never leave their node")
+    if config.lora is not None and not config.lora.freeze_a:
+        line("warning", "lora.freeze_a = false: the mean of A times the mean of B is not the mean of the products B A")
+    if config.shared is not None:
+        line("shared data", f"{100 * config.shared.share:g} % of what a node trains on is the task's public data")
     line("down", f"{megabytes(cost.down)} MB a node, {megabytes(cost.down * cost.cohort)} MB a round")
     line("up", f"{megabytes(cost.up)} MB a node, {megabytes(cost.up * cost.cohort)} MB a round")
     secure = cost.secure

@@ -199,7 +199,7 @@ def resume(request: Request, run_id: str, sender: ByScientist) -> dict[str, Any]
 
 @router.get("/runs/{run_id}/model")
 def model(request: Request, run_id: str, _: ByScientist, which: str = "last") -> Response:
-    """The model after the last round, the best one, or round n, as safetensors (private tensors left out)."""
+    """The model after the last round, the best one, or round n, as safetensors (no private and frozen tensors)."""
     try:
         manager_of(request).view(run_id)
         checkpoint = read_checkpoint(Checkpoints(_run_paths(request, run_id)).model_file(which))

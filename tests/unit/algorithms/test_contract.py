@@ -89,7 +89,8 @@ def test_batch_norm_buffers_are_averaged_plainly(name):
         before = fed.state.vectors["statistic"].astype(np.float64)
         replies = fed.round()
         ends = [before + reply.vectors["statistic"] for reply in replies]
-        np.testing.assert_allclose(fed.state.vectors["statistic"], np.mean(ends, axis=0), rtol=1e-6)
+        expected = np.average(ends, axis=0, weights=[reply.weight for reply in replies])
+        np.testing.assert_allclose(fed.state.vectors["statistic"], expected, rtol=1e-6)
     variance = fed.layout.unpack(fed.state.vectors["statistic"], Kind.STATISTIC)["norm.running_var"]
     assert (variance >= 0).all()
 

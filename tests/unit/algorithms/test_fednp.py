@@ -52,6 +52,8 @@ def test_the_servers_sum_is_the_sum_of_what_nodes_keep_whatever_is_lost():
     assert losses > 10
     linear, precision = np.split(fed.state.vectors["natural"], 2)
     assert (precision > 0).all() and np.abs(linear).max() > 1e-3
+    # f is one number and the coordinates of z begin alike, so alike they stay.
+    assert np.ptp(linear) < 1e-12 and np.ptp(precision) < 1e-12
     for name, node in fed.nodes.items():
         assert node.handle(Request(Purpose.FINISH, "run", included=fed.included.get(name))).failure is None
     assert drift(fed) < 1e-13
@@ -121,7 +123,7 @@ def test_a_cavity_without_precision_is_refused(precision):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3])
-def test_no_factor_has_a_negative_precision_and_none_leaves_the_first_range(scale):
+def test_no_factor_has_a_negative_precision_and_none_is_large(scale):
     """|f| < 1 whatever the features are, and a cavity has the prior's precision at least."""
 
     class Scaled(Classes):
@@ -165,7 +167,7 @@ def estimate(y, head, cavity, x):
     return paper(*cavity, np.tanh((hidden @ weight + bias).mean()))
 
 
-def objective(y, head, cavity, x, labels, weight):
+def objective(y, head, cavity, x, labels, weight, floor):
     hidden = np.tanh(x @ y[:12].reshape(3, 4).T + y[12:15])
     logits = hidden @ y[15:24].reshape(3, 3).T + y[24:27]
     entropy = (np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]).mean()
@@ -176,7 +178,7 @@ def objective(y, head, cavity, x, labels, weight):
     am = logistic(om / np.sqrt(1 + math.pi / 8 * os))
     a, b = 4 - 2 * math.sqrt(2), -math.log(math.sqrt(2) + 1)
     av = logistic(a * (om + b) / np.sqrt(1 + math.pi / 8 * a**2 * os)) - am**2
-    mean, variance = am @ w2 + b2, av @ w2**2 + 5e-6
+    mean, variance = am @ w2 + b2, av @ w2**2 + floor
     to_model = ((mean - y[15:24]) ** 2 / (2 * variance)).mean()
     to_prior = (-0.5 * (1 + np.log(s) - m**2 - s)).mean()
     return entropy + weight * (to_model + to_prior)
@@ -191,11 +193,12 @@ def slopes(function, at, step=1e-6):
     return found
 
 
-def test_steps_follow_the_gradient_of_the_papers_objective():
+@pytest.mark.parametrize("floor", [0.01, 5e-6])
+def test_steps_follow_the_gradient_of_the_papers_objective(floor):
     task = Smooth(torch.float64)
     rate, weight, decay = 0.05, 0.02, 0.01
     local = {"lr": rate, "steps": 4, "batch_size": 8, "momentum": 0.5, "weight_decay": decay}
-    fed = federation(task, local, {"n": {"n": 8, "seed": 1}}, kl_weight=weight, dimension=D)
+    fed = federation(task, local, {"n": {"n": 8, "seed": 1}}, kl_weight=weight, dimension=D, min_variance=floor)
     draw = np.random.default_rng(4)
     w, own = fed.state.model, np.array([0.2, -0.1, 0.05, 0.1])
     # Well away from zero, or the variances of p(θ|z) are near the floor and differences of it are all rounding.
@@ -207,7 +210,7 @@ def test_steps_follow_the_gradient_of_the_papers_objective():
     x, labels = (tensor.numpy() for tensor in task.data({"n": 8, "seed": 1}).train.tensors)
     both, speed = np.concatenate([w, head]), np.zeros(w.size + head.size)
     for _ in range(4):
-        gradient = slopes(lambda at: objective(at[:27], at[27:], cavity, x, labels, weight), both)
+        gradient = slopes(lambda at: objective(at[:27], at[27:], cavity, x, labels, weight, floor), both)
         speed = 0.5 * speed + gradient + decay * both
         both = both - rate * speed
     np.testing.assert_allclose(done.vectors["delta"], both[:27] - w, rtol=1e-5, atol=1e-9)
@@ -217,6 +220,20 @@ def test_steps_follow_the_gradient_of_the_papers_objective():
     natural = np.concatenate([m / s - cavity[0] / cavity[1], 1 / s - 1 / cavity[1]])
     np.testing.assert_allclose(done.state["natural_k"], natural, rtol=1e-6)
     np.testing.assert_allclose(done.vectors["delta_natural"], natural - own, rtol=1e-6, atol=1e-9)
+
+
+def test_the_last_pass_is_over_all_local_data_in_evaluation_mode():
+    calls = []
+
+    class Watched(Classes):
+        def representation(self, model, batch):
+            calls.append((model.training, len(batch[0])))
+            return super().representation(model, batch)
+
+    fed = federation(Watched(torch.float64), nodes={"n": {"n": 10, "seed": 1}})
+    fed.round()
+    assert [training for training, _ in calls] == [True] * 3 + [False] * 3
+    assert [size for _, size in calls[3:]] == [4, 4, 2]
 
 
 def test_the_head_follows_schedule_and_clipping():

@@ -15,11 +15,13 @@ from fedward_common.aggregation_options import RULES
 from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.cli import build
 from fedward_common.config import RunConfig, load_config
+from fedward_common.lora import LoraOptions
 from fedward_common.privacy.accounting import spent
 from fedward_common.privacy.amplification import Drawn, unseen
 from fedward_common.privacy.exact_gaussian import epsilon_of
 from fedward_common.privacy.options import PrivacyOptions
 from fedward_common.privacy.site import mechanism
+from fedward_common.shared_data import SharedOptions
 from fedward_server import plan
 from fedward_server.keys import all_keys
 from fedward_server.plan import forecast, open_task, refusals
@@ -164,13 +166,33 @@ def test_privacy_and_batch_norm(project: Path) -> None:
     assert refused.exit_code == 1 and "GroupNorm" in refused.output
 
 
+def method(name: str, returned: str) -> Change:
+    text = f"def {name}(self, model, batch):\n        return {returned}\n\n    def metrics("
+    return edit("plan_trial/task.py", "def metrics(", text)
+
+
+LABELS = "def labels(self, dataset):\n        return dataset.tensors[1]\n\n    def metrics("
+NEEDED = {
+    "fedadaptive": [
+        edit("run.toml", 'name = "fedadaptive"', 'name = "fedadaptive"\nclasses = 10'),
+        edit("plan_trial/task.py", "def metrics(", LABELS),
+    ],
+    "moon": [method("representation", "model[:-1](batch[0])")],
+    "fednp": [method("representation", "model[:-1](batch[0])")],
+    "fedphp": [method("logits", "model(batch[0])")],
+    "fedper": [edit("run.toml", 'name = "fedper"', 'name = "fedper"\nhead = ["2.*"]')],
+    "fedrep": [edit("run.toml", 'name = "fedrep"', 'name = "fedrep"\nhead = ["2.*"]')],
+    "fedbn": [edit("plan_trial/task.py", "nn.ReLU()", "nn.BatchNorm1d(32), nn.ReLU()")],
+}
+"""What some algorithms ask of run or task."""
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: str) -> None:
     edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
     edit("run.toml", "rounds = 10", "rounds = 1")(project)
-    if "representation" in ALGORITHMS[name].asks:
-        method = "def representation(self, model, batch):\n        return model[:-1](batch[0])\n\n    def metrics("
-        edit("plan_trial/task.py", "def metrics(", method)(project)
+    for change in NEEDED.get(name, ()):
+        change(project)
     with (project / "run.toml").open("a") as file:
         file.write("\n[secure_sum]\nenabled = false\n")
     config = load_config(project / "run.toml")
@@ -186,8 +208,18 @@ def test_a_method_that_the_algorithm_asks_for_is_missed(project: Path, name: str
     edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
     result = fedward("plan", project / "run.toml", "--nodes", "4")
     assert result.exit_code == 1
-    assert f"Digits lacks representation, which algorithm.name = '{name}' asks of a task" in result.stderr
-    assert "def representation(self, model, batch)" in result.stderr
+    text = " ".join(result.output.split())
+    assert f"- Digits lacks representation, which algorithm.name = '{name}' asks of a task" in text
+    assert "def representation(self, model, batch)" in text and text.count("lacks representation") == 1
+
+
+def test_a_public_data_set_that_the_task_lacks_is_missed(project: Path) -> None:
+    entry = (project / "run.toml").read_text().split('task = "')[1].partition('"')[0]
+    edit("run.toml", f'task = "{entry}"\n', "")(project)
+    with (project / "run.toml").open("a") as file:
+        file.write(f'\n[task]\nentry = "{entry}"\n\n[task.shared]\nshare = 0.5\n')
+    result = fedward("plan", project / "run.toml", "--nodes", "4")
+    assert result.exit_code == 1 and "[task.shared] needs shared_data(config)" in " ".join(result.output.split())
 
 
 def test_a_cohort_is_no_larger_than_asked_for(project: Path) -> None:
@@ -203,6 +235,16 @@ def test_epochs_are_turned_into_steps(project: Path) -> None:
     table = {"partition": 0, "partitions": 4}
     batches = -(-len(task.data(table).train) // 16)  # type: ignore[arg-type]
     assert forecast(config, task, 4, table).steps == 3 * batches
+
+
+def test_public_examples_make_a_pass_longer(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit("run.toml", "steps = 20  ", "epochs = 1 ")(project)
+    config = load_config(project / "run.toml").model_copy(update={"shared": SharedOptions(share=0.5)})
+    task = open_task(config, project)
+    table = {"partition": 0, "partitions": 4}
+    own = len(task.data(table).train)  # type: ignore[arg-type]
+    monkeypatch.setattr(task, "shared_data", lambda table: task.data({**table, "partition": 1}).train, raising=False)
+    assert forecast(config, task, 4, table).steps == -(-2 * own // 16)
 
 
 def test_data_that_is_elsewhere_is_no_error(project: Path, tmp_path: Path) -> None:
@@ -257,7 +299,8 @@ def test_a_bad_configuration_is_refused_first(project: Path) -> None:
 def test_keys_are_those_of_the_schema() -> None:
     listed = {(key.table, key.name) for key in all_keys()}
     tables = {name: RunConfig.model_fields[name].annotation for name in ("local", "cohort", "evaluation", "secure_sum")}
-    for table, model in {**tables, "privacy": PrivacyOptions}.items():
+    more = {"privacy": PrivacyOptions, "lora": LoraOptions, "task.shared": SharedOptions}
+    for table, model in {**tables, **more}.items():
         assert {name for where, name in listed if where == table} == set(model.model_fields)  # type: ignore[union-attr]
     for name, algorithm in ALGORITHMS.items():
         where = f'algorithm, name = "{name}"'
@@ -266,7 +309,7 @@ def test_keys_are_those_of_the_schema() -> None:
         where = f'aggregation, rule = "{rule}"'
         assert {key for table, key in listed if table == where} == set(options.model_fields)
     top = {name for where, name in listed if where == ""}
-    assert top == set(RunConfig.model_fields) - {"algorithm", "aggregation", "privacy", *tables}
+    assert top == set(RunConfig.model_fields) - {"algorithm", "aggregation", "privacy", "lora", "shared", *tables}
 
 
 def test_keys_have_types_defaults_and_meanings() -> None:

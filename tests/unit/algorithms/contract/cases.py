@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from fedward_common.algorithms.base import Algorithm
 from fedward_common.algorithms.registry import ALGORITHMS
 from fedward_common.config import RunConfig
 from small_federation import Classes, Quadratic, configure
 
-from .quadratics import FixedPoint, drifted, optimum
+from .quadratics import FixedPoint, discounted, drifted, normalised, optimum
 
 Options = Mapping[str, Any]
 NONE: Options = {}
@@ -27,12 +28,21 @@ class Points(Classes):
 
     metric_names = ("accuracy",)
 
+    def labels(self, dataset: Any) -> torch.Tensor:
+        return dataset.tensors[1]
+
 
 class Parabolas(Quadratic):
-    """The suite's quadratics, in two coordinates."""
+    """The suite's quadratics, in two coordinates; labelled by the sign of the optimum's first one."""
 
     def __init__(self) -> None:
         super().__init__([3.0, -1.0])
+
+    def labels(self, dataset: Any) -> torch.Tensor:
+        return (dataset.tensors[1][:, 0] > 0).long()
+
+    def representation(self, model: Any, batch: Any) -> torch.Tensor:
+        return 0.1 * batch[0] + torch.tanh(model.w)
 
 
 @dataclass(frozen=True)
@@ -41,10 +51,11 @@ class Case:
     of the test's own), both optional.
 
     fixed_point: where the quadratics lead to with `on_quadratics` on top of `options`; None: no closed form is known,
-    and only a shared optimum is asked for. quadratics: their task; None: it cannot train such a model. mirrors: kept
-    vector -> the server's vector that is its mean over all N nodes; what a `mirrored` algorithm owes. epochs: options
-    with which it takes `local.epochs`, where those of `options` refuse them. sensitivity: by how much a run may enlarge
-    the rounding of a secure sum.
+    and only a shared optimum is asked for. quadratics: their task; None: it cannot train such a model. rounds: on
+    them, until less than 1e-6 is missing. mirrors: kept vector -> the server's vector that is its mean (or sum) over
+    all N nodes; what a `mirrored` algorithm owes. epochs: options with which it takes `local.epochs`, where those of
+    `options` refuse them. sensitivity: by how much a run of the suite may enlarge the rounding of its secure sums (12
+    was seen).
     """
 
     options: Options = field(default_factory=dict)
@@ -52,9 +63,10 @@ class Case:
     fixed_point: FixedPoint | None = None
     on_quadratics: Options = field(default_factory=dict)
     quadratics: Callable[[], Any] | None = Parabolas
-    mirrors: Mapping[str, str] = field(default_factory=dict)
+    rounds: int = 25
+    mirrors: Mapping[str, tuple[str, Callable[..., np.ndarray]]] = field(default_factory=dict)
     epochs: Options = field(default_factory=dict)
-    sensitivity: float = 10.0
+    sensitivity: float = 100.0
 
 
 # Far from where √v dominates the denominator, so that a constant step converges.
@@ -63,11 +75,31 @@ _TAME = {"tau": 1.0, "server_lr": 1.5, "beta1": 0.1}
 CASES: Mapping[str, Case] = {
     "fedavg": Case(fixed_point=drifted()),
     "fedprox": Case(fixed_point=drifted(mu=0.5), on_quadratics={"mu": 0.5}),
-    "scaffold": Case(fixed_point=optimum, mirrors={"c_i": "c"}, epochs={"max_corrected_norm": 1e6}),
+    "scaffold": Case(fixed_point=optimum, mirrors={"c_i": ("c", np.mean)}, epochs={"max_corrected_norm": 1e6}),
     "fedavgm": Case(fixed_point=drifted(), on_quadratics={"server_momentum": 0.3}),
-    "fedadam": Case(fixed_point=drifted(), on_quadratics={**_TAME, "beta2": 0.5}, sensitivity=100.0),
-    "fedyogi": Case(fixed_point=drifted(), on_quadratics={**_TAME, "beta2": 0.5}, sensitivity=100.0),
-    "fedadagrad": Case(fixed_point=drifted(), on_quadratics={**_TAME, "server_lr": 4.0}, sensitivity=100.0),
+    "fedadam": Case(fixed_point=drifted(), on_quadratics={**_TAME, "beta2": 0.5}),
+    "fedyogi": Case(fixed_point=drifted(), on_quadratics={**_TAME, "beta2": 0.5}),
+    "fedadaptive": Case(
+        {"classes": 3},
+        fixed_point=discounted(2.0, 0.2),
+        on_quadratics={"classes": 2, "strength": 2.0, "floor": 0.2},
+    ),
+    "fednova": Case(fixed_point=normalised),
+    "feddc": Case(
+        fixed_point=optimum,
+        rounds=60,
+        mirrors={"h_i": ("h", np.mean), "c_i": ("c", np.mean)},
+        epochs={"max_corrected_norm": 1e6},
+    ),
+    "feddyn": Case(fixed_point=optimum, on_quadratics={"alpha": 1.0}, rounds=60, mirrors={"h_i": ("h", np.mean)}),
+    "fednp": Case(quadratics=None, mirrors={"natural_k": ("natural", np.sum)}),
+    "perfedavg": Case(fixed_point=drifted(alpha=0.1), on_quadratics={"alpha": 0.1}),
+    "fedper": Case({"head": ["head.*"]}, quadratics=None),
+    "fedrep": Case({"head": ["head.*"]}, quadratics=None),
+    "fedphp": Case(fixed_point=drifted(), on_quadratics={"lam": 0.0}),
+    "ditto": Case(fixed_point=drifted()),
+    "fedbn": Case(quadratics=None),
+    "fedadagrad": Case(fixed_point=drifted(), on_quadratics={**_TAME, "server_lr": 4.0}),
 }
 
 NAMES = sorted(ALGORITHMS)

@@ -78,7 +78,7 @@ class Federation:
         clock = simulated_clock()
         handlers = {name: site.handle for name, site in self.sites.items()}
         transport = MemoryTransport(handlers, (), faults, clock)
-        algorithm = build(self.config.algorithm)
+        algorithm: Any = build(self.config.algorithm)
         layout = next(iter(self.sites.values())).layout
         return Rounds(
             self.config,
@@ -135,7 +135,8 @@ class Lost(Undelivered):
         return None
 
 
-def mean_kept(federation: Federation, name: str) -> np.ndarray:
-    """The mean of a kept vector over all nodes, those without it counted as zero."""
-    kept = [site.kept[name].astype(np.float64) for site in federation.sites.values() if name in site.kept]
-    return np.sum(kept, axis=0) / len(federation.sites)
+def kept_by_all(federation: Federation, name: str) -> np.ndarray:
+    """A kept vector of all nodes, (nodes, length): zeros for those that have none yet."""
+    kept = [site.kept.get(name) for site in federation.sites.values()]
+    length = next(len(vector) for vector in kept if vector is not None)
+    return np.array([np.zeros(length) if vector is None else vector for vector in kept], np.float64)

@@ -7,7 +7,7 @@ matrix, and a round's fixed point is a linear equation. Nothing here comes from 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,12 +34,26 @@ def optimum(at: Setting) -> np.ndarray:
     return (at.weights @ (at.a * at.b)) / (at.weights @ at.a)
 
 
-def drifted(mu: float = 0.0) -> FixedPoint:
-    """FedAvg's (FedProx's with μ): w = Σ p_i y_i(w), node by node y_i(w) = A w + c."""
+def drifted(mu: float = 0.0, alpha: float = 0.0) -> FixedPoint:
+    """FedAvg's (FedProx's with μ): w = Σ p_i y_i(w), node by node y_i(w) = A w + c. Per-FedAvg's with α: f(w − α∇f(w))
+    is a quadratic of curvature a (1 − αa)²."""
 
     def point(at: Setting) -> np.ndarray:
-        slopes, shifts = _local(at, mu)
+        slopes, shifts = _local(replace(at, a=at.a * (1 - alpha * at.a) ** 2), mu)
         return (at.weights @ shifts) / (1 - at.weights @ slopes)
+
+    return point
+
+
+def discounted(strength: float, floor: float) -> FixedPoint:
+    """FedAvg's with weights n_i φ(d), d the Hellinger distance; labels are the signs of b's first coordinate."""
+
+    def point(at: Setting) -> np.ndarray:
+        own = np.array([[1.0, 0.0] if b < 0 else [0.0, 1.0] for b in at.b[:, 0]])
+        all_ = at.examples @ own / at.examples.sum()
+        distance = np.sqrt(1 - np.sqrt(own * all_).sum(1))
+        weights = at.examples * (floor + (1 - floor) * np.exp(-strength * distance))
+        return drifted()(replace(at, weights=weights / weights.sum()))
 
     return point
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parametrize("name", NAMES)
 A = np.array([[0.8, 2.0], [1.2, 1.2], [2.0, 0.8]])
 B = np.array([[-1.5, 1.0], [0.3, 0.0], [1.5, -2.0]])
 EXAMPLES = np.array([1, 2, 3])
-LR, STEPS, ROUNDS = 0.2, 4, 25
+LR, STEPS = 0.2, 4
 
 
 def quadratics(name: str, b: np.ndarray, momentum: float = 0.0) -> Federation:
@@ -35,7 +35,7 @@ def ends_at(name: str, fed: Federation, steps: tuple[int, ...], momentum: float)
         pytest.skip(f"no closed form is known for {name} (cases.py)")
     counts = np.ones(3) if kind(name).uniform else EXAMPLES
     setting = Setting(A, B, EXAMPLES, np.array(steps), counts / counts.sum(), LR, momentum)
-    for _ in range(ROUNDS):
+    for _ in range(case(name).rounds):
         fed.round()
     np.testing.assert_allclose(fed.state.model, expected(setting), rtol=0, atol=1e-6)
 
@@ -43,7 +43,7 @@ def ends_at(name: str, fed: Federation, steps: tuple[int, ...], momentum: float)
 def test_a_shared_optimum_is_reached(name):
     """Where all nodes agree there is no drift: every algorithm ends there."""
     fed = quadratics(name, np.tile(B[0], (3, 1)))
-    for _ in range(ROUNDS):
+    for _ in range(case(name).rounds):
         fed.round()
     np.testing.assert_allclose(fed.state.model, B[0], rtol=0, atol=1e-6)
 

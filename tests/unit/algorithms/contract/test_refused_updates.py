@@ -11,7 +11,7 @@ from fedward_common.messages import Purpose
 from fedward_common.update import Kind
 from fedward_server.simulation import Faults
 
-from .cases import NAMES, config, task
+from .cases import LOCAL, NAMES, config, task
 from .engine import NODES, Federation, Undelivered
 
 pytestmark = pytest.mark.parametrize("name", NAMES)
@@ -49,7 +49,8 @@ def sites(names):
 
 
 def federation(name, folder, names):
-    run = config(name, rounds=2, evaluation={"every": 0}, cohort={"quorum": 2})
+    local = {**LOCAL, "steps": 1}
+    run = config(name, local=local, rounds=2, evaluation={"every": 0}, cohort={"quorum": 2})
     return Federation(folder, run, task(name), sites(names))
 
 
@@ -81,9 +82,24 @@ def test_the_server_refuses_and_names_them(name, tmp_path):
     assert found == expected.bits(expected.run(Undelivered(set(changes), 2)))
 
 
+class Leaving(Faults):
+    """Sees that nothing of a refused update has left its node, and that nothing of it is kept."""
+
+    def __init__(self, fed, names):
+        self.fed, self.names, self.refused = fed, names, set()
+
+    def answers(self, name, request, reply):
+        if request.purpose is Purpose.TRAIN and request.round == 2 and name in self.names:
+            assert reply.failure is not None and not reply.vectors
+            assert self.fed.sites[name].store.pending() is None
+            self.refused.add(name)
+        return reply
+
+
 def test_the_nodes_own_gate_refuses_them_and_nothing_is_kept(name, tmp_path):
-    changes = {key: lambda done, f=change: replace(done, vectors=f(done.vectors)) for key, change in VECTORS.items()}
-    changes |= {key: lambda done, w=weight: replace(done, weight=w) for key, weight in WEIGHTS.items()}
+    few = {key: VECTORS[key] for key in ("nan", "short", "integers", "one-missing")}
+    changes = {key: lambda done, f=change: replace(done, vectors=f(done.vectors)) for key, change in few.items()}
+    changes |= {key: lambda done, w=WEIGHTS[key]: replace(done, weight=w) for key in ("zero", "not-a-number")}
     changes["kept-more"] = lambda done: replace(done, state={**done.state, "more": np.zeros(1)})
     of_kept = {
         "kept-nan": lambda done: replace(done, state=_each(done.state, _one_nan)),
@@ -97,9 +113,10 @@ def test_the_nodes_own_gate_refuses_them_and_nothing_is_kept(name, tmp_path):
         changes |= of_kept
     for key, change in changes.items():
         fed.sites[key].bad = lambda work, done, f=change: f(done) if (work.op, work.round) == ("train", 2) else done
-    found = fed.bits(fed.run())
+    leaving = Leaving(fed, changes)
+    found = fed.bits(fed.run(leaving))
     failures = fed.events("round")[1]["failures"]
-    assert set(failures) == set(changes)
+    assert set(failures) == set(changes) == leaving.refused
     assert all(text.startswith("bad_update") for text in failures.values())
     expected = federation(name, tmp_path / "never", names)
     assert found == expected.bits(expected.run(Undelivered(set(changes), 2)))

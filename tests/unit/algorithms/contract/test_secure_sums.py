@@ -42,10 +42,10 @@ class Gone(Faults):
 class Run:
     """One simulated run: its outcome, what nodes keep, and its rounds' events."""
 
-    def __init__(self, name, folder, secure, faults, rounds=5):
+    def __init__(self, name, folder, secure, faults, rounds=4, every=1):
         stores = {node: MemoryStore() for node in NODES}
         table = {"enabled": secure, **({"bits": BITS, "range": 16.0} if secure else {})}
-        run = config(name, rounds=rounds, secure_sum=table)
+        run = config(name, rounds=rounds, secure_sum=table, evaluation={"every": every})
         paths = RunPaths(folder / ("secure" if secure else "plain"))
         self.outcome = simulate(
             run, task(name, torch.float64), NODES, paths, store=stores.__getitem__, faults=faults
@@ -85,7 +85,7 @@ def test_a_secure_run_ends_where_the_plain_one_does(name, tmp_path):
     secure = Run(name, tmp_path, True, Gone(drops))
     plain = Run(name, tmp_path, False, Gone({(2, Purpose.TRAIN): "n3", (4, Purpose.TRAIN): "n2"}))
     agree(name, plain, secure)
-    assert [len(event["replies"]) for event in secure.rounds] == [5, 4, 5, 4, 5]
+    assert [len(event["replies"]) for event in secure.rounds] == [5, 4, 5, 4]
     for event, plain_event in zip(secure.rounds, plain.rounds, strict=True):
         assert event["train"] == pytest.approx(plain_event["train"], abs=1e-4)
 
@@ -125,9 +125,9 @@ def test_a_bad_update_does_not_pass_its_own_node(name, tmp_path):
         "n0": changed(3, lambda done: replace(done, weight=0.0)),
     }
     with spoilt(bad):
-        secure = Run(name, tmp_path, True, None, rounds=3)
+        secure = Run(name, tmp_path, True, None, rounds=3, every=0)
     for event, node in zip(secure.rounds, bad, strict=True):
         assert set(event["failures"]) == {node}
         assert event["failures"][node].startswith("bad_update")
     drops = {(1, Purpose.TRAIN): "n1", (2, Purpose.TRAIN): "n3", (3, Purpose.TRAIN): "n0"}
-    agree(name, Run(name, tmp_path, False, Gone(drops), rounds=3), secure)
+    agree(name, Run(name, tmp_path, False, Gone(drops), rounds=3, every=0), secure)

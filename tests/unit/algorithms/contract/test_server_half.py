@@ -22,7 +22,7 @@ def test_it_stays_finite_and_counts_rounds(name):
     fed = Federation(config(name), task(name), NODES)
     lengths = {group: fed.layout.extent(extent)[0] for group, extent in fed.algorithm.sends(fed.layout).items()}
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(st.lists(numbers, min_size=5, max_size=5), st.integers(1, 4))
     def under_any_mean(means, rounds):
         state = fed.state
