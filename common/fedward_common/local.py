@@ -103,13 +103,13 @@ class LocalRunner:
     def _train(self, work: Work) -> Done:
         built, layout = self._built, self._built.layout
         self._load(work)
-        update, state = self._algorithm.client(local := self._local(work), work.vectors, self._kept(work))
+        update, state = self._algorithm.client(local := self._local(work, work.round), work.vectors, self._kept(work))
         if layout.size(Kind.PRIVATE):
             state = {**state, PRIVATE: layout.pack(built.model.state_dict(), Kind.PRIVATE)}
         info = {"steps": local.progress.steps, "complete": local.progress.complete}
         return Done(update.groups, state, update.weight, update.metrics, info)
 
-    def _local(self, work: Work) -> Local:
+    def _local(self, work: Work, seed: int | str) -> Local:
         built = self._built
         return Local(
             task=self._task,
@@ -118,11 +118,11 @@ class LocalRunner:
             layout=built.layout,
             options=self._config.local,
             round=work.round,
-            seed=self._seed(work.round),
+            seed=self._seed(seed),
             device=self._device,
             seconds=work.seconds,
             private=self._private,
-            public=batches.length(self._training.train) - batches.length(self._data.train),
+            apart=self._data.train,
         )
 
     def _kept(self, work: Work) -> Vectors:
@@ -131,7 +131,8 @@ class LocalRunner:
         extents = self._algorithm.keeps(layout)
         kept = {name: work.state[name] for name in extents if name in work.state}
         if len(kept) < len(extents):
-            kept = dict(self._algorithm.begin(layout, work.vectors))
+            private = work.state.get(PRIVATE, self._built.private)
+            kept = dict(self._algorithm.begin(layout, {**work.vectors, PRIVATE: private}))
         for name, extent in extents.items():
             _fits(f"kept vector {name!r}", kept[name], layout.extent(extent)[0])
         return kept
@@ -144,7 +145,7 @@ class LocalRunner:
         model = self._built.model
         if work.split != "central":
             # A node judges the model that it would use itself.
-            own = self._algorithm.personal(self._local(work), work.vectors, self._kept(work))
+            own = self._algorithm.personal(self._local(work, "evaluate"), work.vectors, self._kept(work))
             if own is not work.vectors:
                 self._put(own)
         model.eval()

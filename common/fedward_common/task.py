@@ -52,7 +52,8 @@ class Task(Protocol):
     `train` if that is None); `shared_data(config) -> Dataset`, the same public examples on every node, made after the
     run's seed was set, for runs with `[task.shared]`; `losses(model, batch) -> Tensor`, the loss of each record, for
     ghost clipping; `representation(model, batch) -> Tensor`, [batch, features]: what the model makes of each record
-    before its last layer (or the output of a projection head), with a gradient; for the algorithms `moon` and `fednp`;
+    before its last layer (or the output of a projection head), with a gradient; for the algorithms `moon`,
+    `fednp` and `fedphp`; `logits(model, batch) -> Tensor`, [batch, classes, …], with a gradient, for `fedphp`;
     `labels(dataset) -> Tensor`, 1-D and whole numbers: the label of each record, for weights by label distribution.
     """
 

@@ -81,13 +81,13 @@ class Layout:
         Raises `TaskError` for a pattern that matches nothing or a kind that does not fit the tensor.
         """
         patterns = {pattern: Kind(kind) for pattern, kind in (kinds or {}).items()}
-        unmatched = set(patterns)
+        state = model.state_dict(keep_vars=True)
+        unmatched = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in state)]
         parameters = {name: p.requires_grad for name, p in model.named_parameters()}
         specs = []
         seen: set[int] = set()
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        for name, tensor in state.items():
             if id(tensor) in seen:
-                unmatched -= {pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)}
                 continue
             seen.add(id(tensor))
             floating = tensor.is_floating_point()
@@ -95,7 +95,6 @@ class Layout:
             kind = buffer if name not in parameters else Kind.TRAINABLE if parameters[name] else Kind.FROZEN
             for pattern, wanted in patterns.items():
                 if fnmatch.fnmatchcase(name, pattern):
-                    unmatched.discard(pattern)
                     kind = wanted
                     break
             if kind in (Kind.TRAINABLE, Kind.STATISTIC) and not floating:

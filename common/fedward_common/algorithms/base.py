@@ -48,6 +48,16 @@ class AlgorithmOptions(BaseModel):
         return None
 
 
+def only_by_site(name: str, unit: str, why: str) -> str | None:
+    """For `check_privacy`: None by site, else that `why` leaves an algorithm without privacy by record or patient."""
+    if unit == "site":
+        return None
+    return (
+        f"algorithm.name = '{name}' with privacy.unit = '{unit}': {why}. Choose privacy.unit = 'site' or another "
+        "algorithm (fedavg, fedper, ditto), or remove [privacy]."
+    )
+
+
 def parts_by_site(name: str, kept: str) -> str:
     """Why an algorithm whose server has a counterpart of what nodes keep has no privacy by site."""
     return (
@@ -132,12 +142,15 @@ class Algorithm(ABC, Generic[O]):
     on as if it were new."""
     neutral: ClassVar[Mapping[str, Any] | None] = None
     """Options at which one round from the initial state does what FedAvg does, None if there are none."""
-    asks: ClassVar[Mapping[str, str]] = {}
-    """The optional methods of a task that this algorithm calls, each with an example; a task without them is refused
-    (`registry.layout_of`: by `fedward plan`, by the server and when a node prepares)."""
 
     def __init__(self, options: O) -> None:
         self.options = options
+
+    @property
+    def asks(self) -> Mapping[str, str]:
+        """The optional methods of a task that this algorithm calls, each with an example; a task without them is
+        refused (`registry.layout_of`: by `fedward plan`, by the server and when a node prepares)."""
+        return {}
 
     def kinds(self, model: nn.Module) -> Mapping[str, Kind]:
         """Tensors of the task's model that this algorithm treats as another kind, by name or shell pattern; they go
@@ -161,7 +174,8 @@ class Algorithm(ABC, Generic[O]):
         return {}
 
     def begin(self, layout: Layout, message: Vectors) -> Vectors:
-        """What a node keeps before its first training of a run: zeros. message: that training's broadcast."""
+        """What a node keeps before its first training of a run: zeros. message: that training's broadcast, and as
+        "private" the node's private tensors."""
         extents = {name: layout.extent(extent) for name, extent in self.keeps(layout).items()}
         return {name: np.zeros(length, dtype) for name, (length, dtype) in extents.items()}
 

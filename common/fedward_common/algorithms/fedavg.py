@@ -24,14 +24,20 @@ from fedward_common.update import Update, Vector, Vectors
 ServerLR = Annotated[float, Field(gt=0, description="server learning rate η_g")]
 
 
-class FedAvgOptions(AlgorithmOptions):
-    """`[algorithm] name = "fedavg"`."""
+class AveragingOptions(AlgorithmOptions):
+    """Options of every algorithm whose server half is FedAvg's."""
 
-    name: Literal["fedavg"] = "fedavg"
     server_lr: ServerLR = 1.0
 
 
+class FedAvgOptions(AveragingOptions):
+    """`[algorithm] name = "fedavg"`."""
+
+    name: Literal["fedavg"] = "fedavg"
+
+
 O = TypeVar("O", bound=AlgorithmOptions)  # noqa: E741
+A = TypeVar("A", bound=AveragingOptions)
 
 
 class LocalSGD(SumAlgorithm[O]):
@@ -48,14 +54,18 @@ class LocalSGD(SumAlgorithm[O]):
         return Update(changes(trained, message), float(local.examples), trained.metrics), {}
 
 
-class FedAvg(LocalSGD[FedAvgOptions]):
-    """McMahan et al. 2017, with a server learning rate: w ← w + η_g Σ n_i Δ_i / Σ n_i."""
-
-    Options = FedAvgOptions
-    neutral: ClassVar[Mapping[str, Any]] = {}
+class Averaging(LocalSGD[A]):
+    """FedAvg's server half: w ← w + η_g Σ n_i Δ_i / Σ n_i."""
 
     def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
         return advanced(server, mean, moved(server.model, mean.groups[DELTA], self.options.server_lr))
+
+
+class FedAvg(Averaging[FedAvgOptions]):
+    """McMahan et al. 2017, with a server learning rate."""
+
+    Options = FedAvgOptions
+    neutral: ClassVar[Mapping[str, Any]] = {}
 
 
 def changes(trained: Trained, message: Vectors) -> dict[str, Vector]:

@@ -6,15 +6,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedward_common.algorithms.base import AlgorithmOptions, SumAlgorithm
+from fedward_common.algorithms.ditto import Ditto
 from fedward_common.algorithms.fedadaptive import FedAdaptive
 from fedward_common.algorithms.fedavg import FedAvg
+from fedward_common.algorithms.fedbn import FedBN
 from fedward_common.algorithms.feddc import FedDC
 from fedward_common.algorithms.feddyn import FedDyn
 from fedward_common.algorithms.fednova import FedNova
 from fedward_common.algorithms.fednp import FedNP
 from fedward_common.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from fedward_common.algorithms.fedper import FedPer
+from fedward_common.algorithms.fedphp import FedPHP
 from fedward_common.algorithms.fedprox import FedProx
+from fedward_common.algorithms.fedrep import FedRep
 from fedward_common.algorithms.moon import Moon
+from fedward_common.algorithms.perfedavg import PerFedAvg
 from fedward_common.algorithms.scaffold import Scaffold
 from fedward_common.errors import TaskError
 from fedward_common.update import Kind, Layout
@@ -36,6 +42,12 @@ ALGORITHMS: dict[str, type[SumAlgorithm[Any]]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
     "fedadagrad": FedAdagrad,
+    "perfedavg": PerFedAvg,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedphp": FedPHP,
+    "ditto": Ditto,
+    "fedbn": FedBN,
 }
 
 
@@ -66,10 +78,10 @@ def layout_of(
     algorithm = build(options)
     missing = [name for name in algorithm.asks if not callable(getattr(task, name, None))]
     if missing:
-        lines = "\n".join(f"  {algorithm.asks[name]}" for name in missing)
+        examples = "; ".join(algorithm.asks[name] for name in missing)
         raise TaskError(
             f"{type(task).__name__} lacks {', '.join(missing)}, which algorithm.name = {options.name!r} asks of a "
-            f"task. Choose another algorithm, or add:\n{lines}"
+            f"task. Choose another algorithm, or add: {examples}"
         )
     own: Mapping[str, Kind | str] = {**(first or {}), **algorithm.kinds(model)}
     named: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})

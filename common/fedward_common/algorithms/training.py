@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import numpy as np
 import torch
@@ -53,10 +53,13 @@ def train(
     tensors_of = _Tensors(local, moves)
     tensors_of.load(start)
     parameters, corrected = tensors_of.optimised, tensors_of.trainable
+    if not parameters:
+        wanted = " or ".join(kind.value for kind in moves)
+        raise TaskError(f"the model has no {wanted} parameter with requires_grad=True, so these steps move nothing.")
     optimiser = SGD(parameters, options, local.round)
     metrics: dict[str, float] = {}
     done, planned = 0, steps or _planned(local)
-    with closing(_gradients(local, parameters, metrics, hooks, source)) as ready:
+    with _still(tensors_of.left), closing(_gradients(local, parameters, metrics, hooks, source)) as ready:
         for _ in ready:
             with torch.no_grad():
                 if options.max_grad_norm is not None:
@@ -118,9 +121,8 @@ def _plain_steps(
 ) -> Generator[None, None, None]:
     model, count, size = local.model, local.in_pass, local.options.batch_size
     read = batches.reader(local.data.train, local.data.collate, local.device)
-    _train_mode(model, count, size)
-    losses: list[torch.Tensor] = []
-    sizes: list[int] = []
+    train_mode(model, count, size)
+    seen = LossSums()
     adding = [hook for hook in hooks if type(hook).loss is not Hook.loss]
     try:
         for indices in batches.shuffled(count, size, torch.Generator().manual_seed(local.seed)):
@@ -129,13 +131,31 @@ def _plain_steps(
             for hook in adding:
                 whole = hook.loss(model, batch, whole)
             backward(whole, parameters)
-            losses.append(loss.detach())
-            sizes.append(len(indices))
+            seen.add(loss, len(indices))
             yield
     finally:
-        if losses:
-            sums = torch.stack(losses).to("cpu", torch.float64) * torch.tensor(sizes, dtype=torch.float64)
-            metrics |= {"examples": float(sum(sizes)), "loss": float(sums.sum())}
+        metrics |= seen.sums()
+
+
+class LossSums:
+    """The sums over examples that training reports; losses are not looked at before its end."""
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+
+    def add(self, loss: torch.Tensor, size: int) -> None:
+        """A batch of `size` examples with that mean loss."""
+        self._losses.append(loss.detach())
+        self._sizes.append(size)
+
+    def sums(self) -> dict[str, float]:
+        """"examples" and "loss", none before the first batch."""
+        if not self._losses:
+            return {}
+        sizes = torch.tensor(self._sizes, dtype=torch.float64)
+        sums = torch.stack(self._losses).to("cpu", torch.float64) * sizes
+        return {"examples": float(sum(self._sizes)), "loss": float(sums.sum())}
 
 
 def gradient(local: Local, at: Vectors) -> Vector:
@@ -151,7 +171,7 @@ def gradient(local: Local, at: Vectors) -> Vector:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     tensors_of.load(at)
     read = batches.reader(local.data.train, local.data.collate, local.device)
-    _train_mode(model, count, local.options.batch_size)
+    train_mode(model, count, local.options.batch_size)
     total: list[torch.Tensor] | None = None
     for indices in batches.split(torch.arange(count), local.options.batch_size):
         loss = checked_loss(local.task.loss(model, read(indices)))
@@ -201,10 +221,38 @@ def seed_all(seed: int, device: str) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
+@contextmanager
+def _still(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """A block in which no gradients of these are computed."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def spared(model: nn.Module) -> Iterator[None]:
+    """A block in which the model's buffers are copies: what a forward pass moves in them is lost at its end.
+
+    The originals are not touched at all, so that a graph that was recorded before may still be run backward."""
+    owned = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    for buffers, name, buffer in owned:
+        buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for buffers, name, buffer in owned:
+            buffers[name] = buffer
+
+
 class _Tensors:
     """A model's tensors by kind, looked up once a round.
 
-    `optimised`: every parameter with a gradient, private ones too. `trainable`: those that are sent.
+    `optimised`: every parameter with a gradient that moves, private ones too; `left`: those that do not. `trainable`:
+    those that are sent.
     """
 
     def __init__(self, local: Local, moves: Collection[Kind] = (Kind.TRAINABLE, Kind.PRIVATE)) -> None:
@@ -213,7 +261,9 @@ class _Tensors:
         self.trainable_names = [spec.name for spec in local.layout.of_kind(Kind.TRAINABLE)]
         self.trainable: list[nn.Parameter] = [self._state[name] for name in self.trainable_names]
         moved = {id(self._state[spec.name]) for spec in local.layout.tensors if spec.kind in moves}
-        self.optimised = [p for p in local.model.parameters() if p.requires_grad and id(p) in moved]
+        learning = [p for p in local.model.parameters() if p.requires_grad]
+        self.optimised = [p for p in learning if id(p) in moved]
+        self.left = [p for p in learning if id(p) not in moved]
         self._sent = {MODEL: Kind.TRAINABLE}
         if local.layout.size(Kind.STATISTIC):
             self._sent[STATISTIC] = Kind.STATISTIC
@@ -270,7 +320,8 @@ def backward(loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = parameter.grad.to_dense()
 
 
-def _train_mode(model: nn.Module, count: int, batch_size: int) -> None:
+def train_mode(model: nn.Module, count: int, batch_size: int) -> None:
+    """Training mode; batch norm uses its running statistics where batches of one cannot be avoided."""
     model.train()
     if count == 1 or batch_size == 1:
         for module in model.modules():

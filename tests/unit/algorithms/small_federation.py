@@ -94,6 +94,9 @@ class Classes:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
+    def logits(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0])
+
     def representation(self, model: Any, batch: Any) -> torch.Tensor:
         return model.features(batch[0])
 

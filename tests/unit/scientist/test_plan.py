@@ -166,20 +166,33 @@ def test_privacy_and_batch_norm(project: Path) -> None:
     assert refused.exit_code == 1 and "GroupNorm" in refused.output
 
 
-ASKED_FOR = {"fedadaptive": "classes = 10"}
-"""What an algorithm cannot do without: lines of its table."""
+def method(name: str, returned: str) -> Change:
+    text = f"def {name}(self, model, batch):\n        return {returned}\n\n    def metrics("
+    return edit("plan_trial/task.py", "def metrics(", text)
+
+
+LABELS = "def labels(self, dataset):\n        return dataset.tensors[1]\n\n    def metrics("
+NEEDED = {
+    "fedadaptive": [
+        edit("run.toml", 'name = "fedadaptive"', 'name = "fedadaptive"\nclasses = 10'),
+        edit("plan_trial/task.py", "def metrics(", LABELS),
+    ],
+    "moon": [method("representation", "model[:-1](batch[0])")],
+    "fednp": [method("representation", "model[:-1](batch[0])")],
+    "fedphp": [method("logits", "model(batch[0])")],
+    "fedper": [edit("run.toml", 'name = "fedper"', 'name = "fedper"\nhead = ["2.*"]')],
+    "fedrep": [edit("run.toml", 'name = "fedrep"', 'name = "fedrep"\nhead = ["2.*"]')],
+    "fedbn": [edit("plan_trial/task.py", "nn.ReLU()", "nn.BatchNorm1d(32), nn.ReLU()")],
+}
+"""What some algorithms ask of run or task."""
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_forecast_is_what_a_run_moves(project: Path, tmp_path: Path, name: str) -> None:
-    edit("run.toml", 'name = "fedavg"', f'name = "{name}"\n{ASKED_FOR.get(name, "")}')(project)
+    edit("run.toml", 'name = "fedavg"', f'name = "{name}"')(project)
     edit("run.toml", "rounds = 10", "rounds = 1")(project)
-    if "representation" in ALGORITHMS[name].asks:
-        method = "def representation(self, model, batch):\n        return model[:-1](batch[0])\n\n    def metrics("
-        edit("plan_trial/task.py", "def metrics(", method)(project)
-    if "labels" in ALGORITHMS[name].asks:
-        method = "def labels(self, dataset):\n        return dataset.tensors[1]\n\n    def metrics("
-        edit("plan_trial/task.py", "def metrics(", method)(project)
+    for change in NEEDED.get(name, ()):
+        change(project)
     with (project / "run.toml").open("a") as file:
         file.write("\n[secure_sum]\nenabled = false\n")
     config = load_config(project / "run.toml")
