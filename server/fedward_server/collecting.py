@@ -78,12 +78,10 @@ class Collector(Protocol):
     ) -> Gathered:
         """The mean of the updates that the named nodes give to their TRAIN requests. Raises `RoundFailed`."""
 
-    def evaluate(
-        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
-    ) -> Evaluation:
-        """How good the model in an EVALUATE request is, after a round that trained on `nodes`."""
+    def evaluate(self, requests: Mapping[str, Request], holdout: Collection[str], seconds: float) -> Evaluation:
+        """How good the model in these EVALUATE requests is; those of `holdout` never train."""
 
-    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+    def evaluate_last(self, requests: Mapping[str, Request], seconds: float) -> Means:
         """The nodes' figures for the run's last model, if no later round brings them."""
 
 
@@ -107,7 +105,9 @@ class PlainCollector:
         shapes = {group: self.layout.extent(extent) for group, extent in sends.items()}
         lengths = {group: length for group, (length, _) in shapes.items()}
         combining = combiner(self.config.aggregation, lengths, max(1, len(requests)))
-        gathering = Gathering(requests, shapes, self.config.cohort.max_weight, combining)
+        # A node that lies may not make itself more than one of equals.
+        most = 1.0 if self.config.uniform else self.config.cohort.max_weight
+        gathering = Gathering(requests, shapes, most, combining)
         gathering.run(self.transport, Deadline(self.clock, self.config.cohort.deadline), others, note)
         if len(gathering.replies) < quorum:
             reason = f"{len(gathering.replies)} of {len(requests)} nodes contributed, the quorum is {quorum}"
@@ -120,12 +120,10 @@ class PlainCollector:
             raise RoundFailed(str(error), gathering.failures) from error
         return Gathered(gathering.replies, gathering.failures, mean, told={"aggregation": told} if told else {})
 
-    def evaluate(
-        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
-    ) -> Evaluation:
-        return evaluation.evaluate(self.transport, request, nodes, holdout, seconds)
+    def evaluate(self, requests: Mapping[str, Request], holdout: Collection[str], seconds: float) -> Evaluation:
+        return evaluation.evaluate(self.transport, requests, holdout, seconds)
 
-    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+    def evaluate_last(self, requests: Mapping[str, Request], seconds: float) -> Means:
         """Each round brought its own."""
         return None
 
@@ -254,23 +252,19 @@ class SecureCollector:
         except SumFailed as error:
             raise RoundFailed(str(error), error.failures) from error
 
-    def evaluate(
-        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
-    ) -> Evaluation:
+    def evaluate(self, requests: Mapping[str, Request], holdout: Collection[str], seconds: float) -> Evaluation:
         if not holdout:
             return Evaluation()
-        done = self._evaluated(request, holdout, seconds)
+        done = self._evaluated({name: requests[name] for name in sorted(holdout)}, seconds)
         if isinstance(done, SumFailed):
             return Evaluation(failures={name: done.failures[name] for name in sorted(done.failures)})
         return Evaluation(holdout=averages(_named(EVALUATE, done.mean.metrics)), failures=done.failures)
 
-    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
-        done = self._evaluated(request, nodes, seconds)
+    def evaluate_last(self, requests: Mapping[str, Request], seconds: float) -> Means:
+        done = self._evaluated(requests, seconds)
         return None if isinstance(done, SumFailed) else averages(_named(EVALUATE, done.mean.metrics))
 
-    def _evaluated(self, request: Request, nodes: Collection[str], seconds: float) -> Summed | SumFailed:
-        requests = {name: replace(request, purpose=Purpose.EVALUATE) for name in sorted(nodes)}
-
+    def _evaluated(self, requests: Mapping[str, Request], seconds: float) -> Summed | SumFailed:
         def shape(n: int) -> Shape:
             return Shape((), schema(False, True, self.metric_names), self.config.secure_sum.bits, n)
 
@@ -351,13 +345,11 @@ class PrivateCollector(SecureCollector):
         }
         return {"privacy": told}
 
-    def evaluate(
-        self, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
-    ) -> Evaluation:
+    def evaluate(self, requests: Mapping[str, Request], holdout: Collection[str], seconds: float) -> Evaluation:
         """Nothing: what a model scores on nodes' data would be a release."""
         return Evaluation()
 
-    def evaluate_last(self, request: Request, nodes: Collection[str], seconds: float) -> Means:
+    def evaluate_last(self, requests: Mapping[str, Request], seconds: float) -> Means:
         return None
 
 

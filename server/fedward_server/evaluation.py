@@ -41,12 +41,14 @@ def due(options: EvaluationOptions, round_: int, rounds: int) -> bool:
 
 
 def evaluate(
-    transport: Transport, request: Request, nodes: Collection[str], holdout: Collection[str], seconds: float
+    transport: Transport, requests: Mapping[str, Request], holdout: Collection[str], seconds: float
 ) -> Evaluation:
-    """Have nodes evaluate the model in `request`; one exchange for both groups."""
-    names = sorted({*nodes, *holdout})
+    """Have nodes evaluate the model in `requests`; one exchange for those of `holdout` and the others."""
     # A node's policy may ask for a least number of nodes.
-    asked = dict.fromkeys(names, replace(request, settings={**request.settings, "cohort": len(names)}))
+    asked = {
+        name: replace(request, settings={**request.settings, "cohort": len(requests)})
+        for name, request in requests.items()
+    }
     sums = {True: MetricSums(), False: MetricSums()}
     failures: dict[str, Failure] = {}
     answered: set[str] = set()
@@ -54,7 +56,7 @@ def evaluate(
         if name in answered or name not in asked:
             continue
         answered.add(name)
-        failure = _add(sums[name in holdout], request, reply)
+        failure = _add(sums[name in holdout], asked[name], reply)
         if failure is not None:
             failures[name] = failure
     for name in set(asked) - answered:

@@ -8,7 +8,7 @@ one that counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -226,7 +226,8 @@ class Rounds:
         selection = self._select(now, stamp.round)
         gathered = self._train(now, selection, stamp)
         state = self._step(now, selection, gathered, stamp.round)
-        judged = self._evaluate(state, stamp)
+        included = {**now.included, **dict.fromkeys(gathered.replies, stamp)}
+        judged = self._evaluate(state, stamp, included)
         standing = self._judged(now, gathered.of_broadcast, stamp.round, judged.main)
         down, up = (after - before for after, before in zip(self.transport.bytes_moved(), moved, strict=True))
         event = {
@@ -256,7 +257,7 @@ class Rounds:
             epoch=self.epoch,
             state=state,
             present=self._present(),
-            included={**now.included, **dict.fromkeys(gathered.replies, stamp)},
+            included=included,
             cohorts=(*now.cohorts, tuple(index[name] for name in selection.cohort)),
             standing=standing,
             event=event,
@@ -304,20 +305,28 @@ class Rounds:
             raise RoundFailed(f"the server's step made values in {broken} that are not finite", gathered.failures)
         return state
 
-    def _evaluate(self, state: ServerState, stamp: Stamp) -> Evaluation:
+    def _evaluate(self, state: ServerState, stamp: Stamp, included: Mapping[str, Stamp]) -> Evaluation:
         options = self.config.evaluation
         done = Evaluation()
         if evaluation.due(options, stamp.round, self.config.rounds):
-            request = self._evaluation(state, stamp)
             nodes, holdout = self._preparation.trainable(), self._preparation.held_out()
-            done = self.collector.evaluate(request, nodes, holdout, self.config.cohort.deadline)
+            requests = self._evaluations(state, stamp, {*nodes, *holdout}, included)
+            done = self.collector.evaluate(requests, holdout, self.config.cohort.deadline)
         if self.central is not None and options.central and stamp.round % max(1, options.every) == 0:
             done = replace(done, central=averages(self.central(_model(state))))
         return done
 
-    def _evaluation(self, state: ServerState, stamp: Stamp) -> Request:
-        settings = {"seconds": self.config.cohort.deadline}
-        return Request(Purpose.EVALUATE, self._run, stamp.round, stamp.attempt, _model(state), settings=settings)
+    def _evaluations(
+        self, state: ServerState, stamp: Stamp, names: Collection[str], included: Mapping[str, Stamp]
+    ) -> dict[str, Request]:
+        """included: what a node keeps for itself (a head, a model of its own) is judged as of then."""
+        settings, vectors = {"seconds": self.config.cohort.deadline}, _model(state)
+        return {
+            name: Request(
+                Purpose.EVALUATE, self._run, stamp.round, stamp.attempt, vectors, included.get(name), settings
+            )
+            for name in sorted(names)
+        }
 
     def _evaluate_last(self, now: Checkpoint) -> Checkpoint:
         """The nodes' figures for a last model that no round starts from."""
@@ -325,8 +334,9 @@ class Rounds:
         if not evaluation.due(options, now.round, self.config.rounds) or last.get("evaluate"):
             return now
         self._preparation.look()
-        request = self._evaluation(now.state, Stamp(now.round, self.epoch * _ATTEMPTS + _ATTEMPTS - 1))
-        means = self.collector.evaluate_last(request, self._preparation.trainable(), self.config.cohort.deadline)
+        stamp = Stamp(now.round, self.epoch * _ATTEMPTS + _ATTEMPTS - 1)
+        requests = self._evaluations(now.state, stamp, self._preparation.trainable(), now.included)
+        means = self.collector.evaluate_last(requests, self.config.cohort.deadline)
         if means is None:
             return now
         standing = evaluation.judge(now.standing, options, now.round, means)

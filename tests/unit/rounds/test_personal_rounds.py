@@ -8,6 +8,7 @@ import torch
 from fedward_common.config import RunConfig
 from fedward_common.messages import Purpose
 from fedward_common.node import MemoryStore
+from fedward_common.update import Kind, Layout
 from fedward_server.events import read_events
 from fedward_server.paths import RunPaths
 from fedward_server.simulation import Faults, simulate
@@ -86,3 +87,25 @@ def test_a_secure_run_ends_where_a_plain_one_does(algorithm, tmp_path):
         # Round 2 loses a node in one of the two ways: those that are left judge the model in both.
         if plain["examples"] == secure["examples"]:
             assert plain["loss"] == pytest.approx(secure["loss"], abs=5e-3)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_round_is_judged_with_the_heads_that_it_trained(secure, tmp_path):
+    """Not with those of the round before: the nodes are told what of their work was in the sum."""
+    stores = {f"node-{i}": MemoryStore() for i in range(5)}
+    run = config({"name": "fedper", "head": ["2.*"]}, secure, rounds=1)
+    outcome = simulate(run, Layers(), 5, RunPaths(tmp_path / "run"), store=stores.__getitem__)
+    [judged] = told(RunPaths(tmp_path / "run"), "evaluation" if secure else "round")
+    losses, stale = np.zeros(5), np.zeros(5)
+    for i in range(5):
+        model = Layers().model().eval()
+        layout = Layout.of(model, {"2.*": "private"})
+        test = Layers().data({"partition": i}).test.tensors
+        layout.load(model, outcome.state.vectors["model"], Kind.TRAINABLE)
+        layout.load(model, outcome.state.vectors["statistic"], Kind.STATISTIC)
+        with torch.no_grad():
+            stale[i] = Layers().loss(model, test)
+            layout.load(model, stores[f"node-{i}"].committed()[1]["private"], Kind.PRIVATE)
+            losses[i] = Layers().loss(model, test)
+    assert stale.mean() - losses.mean() > 0.02
+    assert judged["evaluate"]["loss"] == pytest.approx(losses.mean(), abs=5e-3 if secure else 1e-6)

@@ -11,7 +11,7 @@ from fedward_common.messages import Purpose
 from fedward_common.update import Kind
 from fedward_server.simulation import Faults
 
-from .cases import LOCAL, NAMES, config, task
+from .cases import LOCAL, NAMES, config, kind, task
 from .engine import NODES, Federation, Undelivered
 
 pytestmark = pytest.mark.parametrize("name", NAMES)
@@ -68,6 +68,8 @@ class Lies(Faults):
 def test_the_server_refuses_and_names_them(name, tmp_path):
     changes = {key: lambda reply, f=change: replace(reply, vectors=f(reply.vectors)) for key, change in VECTORS.items()}
     changes |= {key: lambda reply, w=weight: replace(reply, weight=w) for key, weight in WEIGHTS.items()}
+    if kind(name).uniform:
+        changes["heavy"] = lambda reply: replace(reply, weight=2.0)
     changes["metric"] = lambda reply: replace(reply, metrics={"loss": float("nan")})
     fed = federation(name, tmp_path / "lied", changes)
     found = fed.bits(fed.run(Lies(changes)))
