@@ -172,7 +172,11 @@ def _trained(run: Run, paths: RunPaths, store: Callable[[str], StateStore]) -> T
         if event["central"]:
             accuracies.append(100 * event["central"]["accuracy"])
             moved.append((event["round"], total))
-    return Trained(Curve(run.algorithm, tuple(accuracies), tuple(moved)), heard.own, outcome.state.vectors)
+    kept = paths.root / "own.json"
+    if heard.own:
+        kept.write_text(json.dumps(heard.own))
+    own = json.loads(kept.read_text()) if run.own else {}
+    return Trained(Curve(run.algorithm, tuple(accuracies), tuple(moved)), own, outcome.state.vectors)
 
 
 @dataclass

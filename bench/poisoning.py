@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -229,12 +228,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
-    began = time.monotonic()
 
     def all_of_them() -> Iterator[Figure]:
         yield from rows(cases(), lambda case: accuracy(case, options.rounds))
         yield lying_guards(options.rounds)
-        yield Figure("the whole benchmark", time.monotonic() - began, "s")
 
     figures.write("poisoning" if options.rounds == ROUNDS else f"poisoning-{options.rounds}", all_of_them())
 

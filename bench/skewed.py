@@ -145,6 +145,10 @@ class Skewed:
         features: torch.Tensor = model[:-1](batch[0])
         return features
 
+    def logits(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """[batch, 10]."""
+        return model(batch[0])  # type: ignore[no-any-return]
+
     def labels(self, dataset: TensorDataset) -> torch.Tensor:
         """[n]."""
         return dataset.tensors[1]

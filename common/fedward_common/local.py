@@ -122,7 +122,7 @@ class LocalRunner:
             device=self._device,
             seconds=work.seconds,
             private=self._private,
-            public=batches.length(self._training.train) - batches.length(self._data.train),
+            apart=self._data.train,
         )
 
     def _kept(self, work: Work) -> Vectors:

@@ -105,7 +105,9 @@ class PlainCollector:
         shapes = {group: self.layout.extent(extent) for group, extent in sends.items()}
         lengths = {group: length for group, (length, _) in shapes.items()}
         combining = combiner(self.config.aggregation, lengths, max(1, len(requests)))
-        gathering = Gathering(requests, shapes, self.config.cohort.max_weight, combining)
+        # A node that lies may not make itself more than one of equals.
+        most = 1.0 if self.algorithm.uniform else self.config.cohort.max_weight
+        gathering = Gathering(requests, shapes, most, combining)
         gathering.run(self.transport, Deadline(self.clock, self.config.cohort.deadline), others, note)
         if len(gathering.replies) < quorum:
             reason = f"{len(gathering.replies)} of {len(requests)} nodes contributed, the quorum is {quorum}"

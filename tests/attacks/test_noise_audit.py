@@ -14,6 +14,7 @@ import pytest
 from .releases import MECHANISMS, Release
 
 CANARIES = 1000
+QUICK = ("patient", "site, distributed")
 
 
 def canaries(releases: list[Release]) -> np.ndarray:
@@ -34,7 +35,9 @@ def check(releases: list[Release]) -> None:
     assert 0.85 < together < 1.15, f"the noise of {len(drawn)} releases together is {together:.2f} times fresh noise"
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MECHANISMS]
+)
 def test_the_noise_is_what_is_accounted_for(tmp_path: Path, name: str) -> None:
     check(MECHANISMS[name].releases(tmp_path))
 

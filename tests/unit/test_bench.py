@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedward_common.work import Work
 
-from bench import convergence, fashion, figures, poisoning, privacy
+from bench import convergence, fashion, figures, noniid, poisoning, privacy, skewed
 from bench.figures import Figure
 from bench.nodes import NoTraining
 
@@ -168,3 +168,54 @@ def test_losses_stand_against_the_clean_run_of_the_same_rule():
     assert len(set(poisoning.cases())) == len(list(poisoning.cases()))
     for case in poisoning.cases():
         assert case.config(3).rounds == 3
+
+
+@pytest.fixture
+def pixels(monkeypatch, tmp_path):
+    """Images of ten classes that a model can tell apart, in place of the files."""
+
+    def load(data, split):
+        rng = np.random.default_rng(0 if split == "train" else 1)
+        y = np.arange(4000 if split == "train" else 200) % 10
+        x = rng.integers(0, 60, (len(y), 784), np.uint8)
+        x[np.arange(len(y)), y * 70] = 255
+        return x, y
+
+    monkeypatch.setattr(skewed, "load", load)
+    monkeypatch.setattr(skewed, "PARTITIONS", tmp_path / "skewed.npz")
+    noniid._task.cache_clear()
+    yield
+    noniid._task.cache_clear()
+
+
+@pytest.mark.parametrize("part", ["dirichlet-10", "two_classes-10", "dirichlet-100", "two_classes-100"])
+def test_each_image_has_one_owner_and_the_file_is_read_again(part, pixels):
+    owner = skewed.owners("fashion", part)
+    nodes = int(part.split("-")[1])
+    counts = np.bincount(owner, minlength=nodes)
+    assert owner.shape == (4000,) and len(counts) == nodes and counts.min() >= 10
+    if part.startswith("two"):
+        y = skewed.load("fashion", "train")[1]
+        classes = [set(y[owner == node].tolist()) for node in range(nodes)]
+        assert {len(of) for of in classes} == {2}
+        assert all(node % 10 in of for node, of in enumerate(classes))
+    np.testing.assert_array_equal(skewed.owners("fashion", part), owner)
+
+
+@pytest.mark.parametrize("algorithm", sorted(noniid.ALGORITHMS))
+def test_every_algorithm_that_is_compared_trains_and_goes_on_where_it_was(algorithm, pixels, tmp_path):
+    local = {"lr": 0.1, "batch_size": 16, "steps": 3}
+    run = noniid.Run(algorithm, "fashion", "two_classes-100", "perceptron", 100, 3, 2, local, own=True)
+    once = noniid.train(run, tmp_path)
+    assert [round_ for round_, _ in once.curve.at] == [1, 2] and len(once.own) == 100
+    again = noniid.train(run, tmp_path)  # all rounds are there already
+    assert again.curve == once.curve and again.own == once.own
+    np.testing.assert_array_equal(again.model["model"], once.model["model"])
+
+
+def test_curves_are_the_same_file_for_the_same_figures(tmp_path):
+    curve = noniid.Curve("FedAvg", (10.0, 50.0), ((1, 1000), (2, 2000)))
+    for name in ("one", "two"):
+        noniid.curves.draw([curve], "title", tmp_path / f"{name}.svg")
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert b"<svg" in (tmp_path / "one.svg").read_bytes()

@@ -112,7 +112,7 @@ class FedAdaptive(LocalSGD[FedAdaptiveOptions]):
         import torch
 
         classes, n = self.options.classes, local.examples
-        labels = local.task.labels(local.data.train)  # type: ignore[attr-defined]
+        labels = local.task.labels(local.own)  # type: ignore[attr-defined]
         if not isinstance(labels, torch.Tensor) or labels.dim() != 1 or labels.is_floating_point():
             shape = tuple(labels.shape) if isinstance(labels, torch.Tensor) else type(labels).__name__
             raise TaskError(f"labels() returned {shape}: return a 1-D integer tensor, a label for each example.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedward_common.algorithms.local_options import LocalOptions
 from fedward_common.update import Kind, Layout, Vector, Vectors
@@ -13,6 +13,7 @@ from fedward_common.update import Kind, Layout, Vector, Vectors
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.utils.data import Dataset
 
     from fedward_common.batches import Batch
     from fedward_common.privacy.sampled import SampledSteps
@@ -35,8 +36,8 @@ class Local:
     model: the task's model on `device`; `train` loads the broadcast tensors into it, private tensors and
     counters are as the round shall start with them. seed: differs by run, node and round, equal for a
     repeated attempt. seconds: time left before the round's limit, None if none. private: how gradients are to be
-    clipped and noised (privacy by record or by patient), None if they are not. public: how many examples at the end
-    of data.train are public ones (`[task.shared]`)."""
+    clipped and noised (privacy by record or by patient), None if they are not. apart: the node's own training
+    examples by themselves, where data.train has public ones behind them (`[task.shared]`)."""
 
     task: Task
     model: nn.Module
@@ -48,13 +49,20 @@ class Local:
     device: str = "cpu"
     seconds: float | None = None
     private: SampledSteps | None = None
-    public: int = 0
+    apart: Dataset[Any] | None = None
     progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
+    def own(self) -> Dataset[Any]:
+        """The node's own training examples: the first of data.train, in the same order."""
+        return self.data.train if self.apart is None else self.apart
+
+    @property
     def examples(self) -> int:
-        """n_i: this node's own training examples, its weight; the first of data.train."""
-        return self.in_pass - self.public
+        """n_i: how many own training examples the node has, its weight."""
+        from fedward_common import batches
+
+        return batches.length(self.own)
 
     @property
     def in_pass(self) -> int:

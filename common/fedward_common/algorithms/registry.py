@@ -78,10 +78,10 @@ def layout_of(
     algorithm = build(options)
     missing = [name for name in algorithm.asks if not callable(getattr(task, name, None))]
     if missing:
-        lines = "\n".join(f"  {algorithm.asks[name]}" for name in missing)
+        examples = "; ".join(algorithm.asks[name] for name in missing)
         raise TaskError(
             f"{type(task).__name__} lacks {', '.join(missing)}, which algorithm.name = {options.name!r} asks of a "
-            f"task. Choose another algorithm, or add:\n{lines}"
+            f"task. Choose another algorithm, or add: {examples}"
         )
     own: Mapping[str, Kind | str] = {**(first or {}), **algorithm.kinds(model)}
     named: Mapping[str, Kind | str] = getattr(task, "tensor_kinds", {})

@@ -558,6 +558,7 @@ class Toy:
 
 
 @pytest.mark.skipif(sandbox.available() == 0, reason="no Landlock here")
+@pytest.mark.slow
 def test_peft_works_in_the_sandbox_and_calls_nobody(tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     bundle.mkdir()

@@ -206,6 +206,19 @@ def test_scaffolds_full_gradient_is_over_the_same_examples() -> None:
     np.testing.assert_allclose(done.state["c_i"], [-np.mean(task.seen)], rtol=1e-12)
 
 
+def test_label_counts_are_of_own_examples() -> None:
+    class Labelled(Means):
+        def labels(self, dataset: Any) -> torch.Tensor:
+            return (dataset.tensors[0] > 15).long()
+
+    config = configure(0.5, algorithm={"name": "fedadaptive", "classes": 2})
+    runner = LocalRunner(config, Labelled(), "a", {"n": 20})
+    state = {"labels": np.zeros(2), "told": np.zeros(1)}
+    done = runner.do(Work("train", 1, {"model": np.zeros(1)}, state))
+    # The public ones would be 20 more of class 0.
+    np.testing.assert_allclose(done.vectors["labels"] * done.weight, [15, 5])
+
+
 PRIVACY = {"clip": 1e4, "sampling_rate": 1.0, "noise_multiplier": 1e-6}
 
 

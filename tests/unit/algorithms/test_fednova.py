@@ -87,7 +87,7 @@ def test_without_a_pull_accumulation_is_the_mass_of_training(schedule):
     local = {"lr": 0.1, "steps": 11, "momentum": 0.7, "schedule": schedule}
     fed = Federation(configure("fednova", local), Quadratic([1.0]), {"n": {"a": [1.0], "b": [0.0]}})
     runner = fed.runners["n"]
-    trained = train(runner._local(Work("train", 3)), fed.algorithm.broadcast(fed.state))
+    trained = train(runner._local(Work("train", 3), 3), fed.algorithm.broadcast(fed.state))
     assert accumulation(fed.config.local, 0.0, 3, 11) == pytest.approx(trained.mass / 0.1, rel=1e-12)
 
 

@@ -25,6 +25,7 @@ def run(algorithm, rounds=ROUNDS, **local):
     return fed
 
 
+@pytest.mark.slow
 def test_fedavg_stalls_where_theory_says():
     # After K steps node i is at b_i + r_i (w − b_i) with r_i = (1 − η a_i)^K; the mean of that fixes w.
     r = (1 - LR * CURVATURE) ** STEPS
@@ -34,6 +35,7 @@ def test_fedavg_stalls_where_theory_says():
     assert abs(w - BEST) == pytest.approx(0.57, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffold_reaches_the_optimum(option):
     w = run({"name": "scaffold", "option": option}).state.model[0]
@@ -62,6 +64,7 @@ def test_scaffold_follows_the_papers_algorithm(option):
         np.testing.assert_allclose([fed.kept(name)["c_i"][0] for name in fed.nodes], c_i, rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffold_with_momentum_and_decay_reaches_the_decayed_optimum(option):
     decay = 0.1

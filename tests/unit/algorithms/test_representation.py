@@ -83,6 +83,6 @@ def test_anything_else_than_rows_of_floats_is_refused(result, message):
 
 @pytest.mark.parametrize("name", ["moon", "fednp"])
 def test_a_task_without_it_is_refused_when_a_node_prepares(name):
-    with pytest.raises(TaskError, match=rf"Plain lacks representation, which algorithm.name = '{name}'.*\n.*def repr"):
+    with pytest.raises(TaskError, match=rf"lacks representation, which algorithm.name = '{name}'.* add: def repr"):
         LocalRunner(configure(name, LOCAL), Plain(), "a", {"n": 4, "seed": 1}).do(Work("prepare"))
     assert layout_of(parse_options({"name": "fedavg"}), Plain(), Net()) == Layout.of(Net())

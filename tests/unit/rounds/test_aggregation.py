@@ -163,6 +163,19 @@ def test_too_few_replies_fail_the_round_with_the_numbers(paths):
     assert bits(outcome) == bits(run({"rule": "krum", "byzantine": 2}, paths("quiet"), nodes=7))
 
 
+def test_a_run_waits_for_as_many_nodes_as_its_rule_needs(paths):
+    class Late(Faults):
+        looks = 0
+
+        def online(self, name):
+            self.looks += name == "node-6"
+            return name != "node-6" or self.looks > 3
+
+    outcome = run({"rule": "krum", "byzantine": 2}, paths(), nodes=7, faults=Late())
+    assert outcome.status == "finished" and not events(paths(), "round_failed")
+    assert {event["needed"] for event in events(paths(), "waiting")} == {7}
+
+
 def test_a_lost_reply_is_left_out_of_the_median(paths):
     class Loses(Watched):
         def answers(self, name, request, reply):

@@ -145,17 +145,18 @@ def test_kill_9_while_writing_never_tears_the_newest(paths):
                 store.write(checkpoint(number, size=300_000))
                 os.write(writer, b"x")
         os.close(writer)
-        os.read(reader, 1)  # at least one was written
+        for _ in range(2):
+            os.read(reader, 1)  # two were written
         time.sleep(rng.random() * 0.02)  # anywhere in a later one
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        written = 1 + len(_rest(reader))
+        written = 2 + len(_rest(reader))
         newest = max(paths.checkpoints.glob("round-*.safetensors"))
         found = read_checkpoint(newest)
         assert found.round >= last + written
         assert (found.state.vectors["model"] == found.round).all()
         last = found.round
-    assert last > 12
+    assert last >= 24
     Checkpoints(paths, 10**6, 1).write(checkpoint(last + 1))
     assert not list(paths.checkpoints.glob(".*"))  # leftovers of the dead are gone
 

@@ -11,7 +11,7 @@ from fedward_common.messages import Purpose
 from fedward_common.update import Kind
 from fedward_server.simulation import Faults
 
-from .cases import LOCAL, NAMES, config, task
+from .cases import LOCAL, NAMES, config, kind, task
 from .engine import NODES, Federation, Undelivered
 
 pytestmark = pytest.mark.parametrize("name", NAMES)
@@ -68,6 +68,8 @@ class Lies(Faults):
 def test_the_server_refuses_and_names_them(name, tmp_path):
     changes = {key: lambda reply, f=change: replace(reply, vectors=f(reply.vectors)) for key, change in VECTORS.items()}
     changes |= {key: lambda reply, w=weight: replace(reply, weight=w) for key, weight in WEIGHTS.items()}
+    if kind(name).uniform:
+        changes["heavy"] = lambda reply: replace(reply, weight=2.0)
     changes["metric"] = lambda reply: replace(reply, metrics={"loss": float("nan")})
     fed = federation(name, tmp_path / "lied", changes)
     found = fed.bits(fed.run(Lies(changes)))
@@ -80,6 +82,20 @@ def test_the_server_refuses_and_names_them(name, tmp_path):
     # As if nobody had asked them.
     expected = federation(name, tmp_path / "never", changes)
     assert found == expected.bits(expected.run(Undelivered(set(changes), 2)))
+
+
+class Leaving(Faults):
+    """Sees that nothing of a refused update has left its node, and that nothing of it is kept."""
+
+    def __init__(self, fed, names):
+        self.fed, self.names, self.refused = fed, names, set()
+
+    def answers(self, name, request, reply):
+        if request.purpose is Purpose.TRAIN and request.round == 2 and name in self.names:
+            assert reply.failure is not None and not reply.vectors
+            assert self.fed.sites[name].store.pending() is None
+            self.refused.add(name)
+        return reply
 
 
 def test_the_nodes_own_gate_refuses_them_and_nothing_is_kept(name, tmp_path):
@@ -99,9 +115,10 @@ def test_the_nodes_own_gate_refuses_them_and_nothing_is_kept(name, tmp_path):
         changes |= of_kept
     for key, change in changes.items():
         fed.sites[key].bad = lambda work, done, f=change: f(done) if (work.op, work.round) == ("train", 2) else done
-    found = fed.bits(fed.run())
+    leaving = Leaving(fed, changes)
+    found = fed.bits(fed.run(leaving))
     failures = fed.events("round")[1]["failures"]
-    assert set(failures) == set(changes)
+    assert set(failures) == set(changes) == leaving.refused
     assert all(text.startswith("bad_update") for text in failures.values())
     expected = federation(name, tmp_path / "never", names)
     assert found == expected.bits(expected.run(Undelivered(set(changes), 2)))
