@@ -54,7 +54,7 @@ class Case:
     and only a shared optimum is asked for. quadratics: their task; None: it cannot train such a model. rounds: on
     them, until less than 1e-6 is missing. mirrors: kept vector -> the server's vector that is its mean (or sum) over
     all N nodes; what a `mirrored` algorithm owes. epochs: options with which it takes `local.epochs`, where those of
-    `options` refuse them. sensitivity: by how much a run of the suite may enlarge the rounding of its secure sums (12
+    `options` refuse them. sensitivity: by how much a run of the suite may enlarge the rounding of its secure sums (5
     was seen).
     """
 

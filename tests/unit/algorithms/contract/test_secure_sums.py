@@ -25,7 +25,7 @@ from .engine import Bad
 
 pytestmark = pytest.mark.parametrize("name", NAMES)
 
-NODES = {f"n{i}": {"n": 6 + 2 * i, "seed": i, "test": 4} for i in range(5)}
+NODES = {f"n{i}": {"n": 8 + 4 * i, "seed": i, "test": 4} for i in range(5)}
 BITS = 32
 
 
