@@ -203,6 +203,8 @@ class Participant:
         self._gate(layout, update, done.state)
         # Before the reply: should this process die after it, the state is here to be committed.
         self._store.save_pending(Stamp(request.round, request.attempt), done.state)
+        if self.config.uniform:
+            update = replace(update, weight=1.0)
         if self._bound is not None:
             update, over = bounded(update, self._bound)
             update = replace(update, metrics={**update.metrics, SCALED: float(over)})

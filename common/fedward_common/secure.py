@@ -271,7 +271,7 @@ class SecureParticipant(Participant):
             if len(summed) < len(update.groups) and not info["complete"]:
                 raise Refused(Failure(Reason.TIME_LIMIT, "some steps were left out, which this sum cannot hold"))
             groups = {group.name: update.groups[group.name] for group in shape.groups}
-            weight = 1.0 if self.config.uniform else update.weight
+            weight = update.weight
             metrics |= {TRAIN + name: value for name, value in update.metrics.items()}
             try:
                 metrics |= scalar_groups.weighted(summed, update.groups, weight)

@@ -101,14 +101,22 @@ def test_a_median_takes_the_place_of_the_mean(paths):
 
 def test_each_node_counts_once_whatever_it_claims(paths):
     class Claims(Faults):
+        def __init__(self, weight):
+            self.weight, self.honest = weight, set()
+
         def answers(self, name, request, reply):
-            return dataclasses.replace(reply, weight=1e6) if name == "node-1" and reply.vectors else reply
+            if not reply.vectors:
+                return reply
+            self.honest.add(reply.weight)
+            return dataclasses.replace(reply, weight=self.weight) if name == "node-1" else reply
 
     for aggregation in (*SINGLE, BOUND):
         name = str(sorted(aggregation.items()))
-        plain = run(aggregation, paths(name), rounds=1)
-        assert bits(plain) == bits(run(aggregation, paths(f"{name} claimed"), rounds=1, faults=Claims()))
-        assert events(paths(name))[0]["weight"] == 8
+        plain, little = run(aggregation, paths(name), rounds=1), Claims(0.001)
+        assert bits(plain) == bits(run(aggregation, paths(f"{name} little"), rounds=1, faults=little))
+        assert events(paths(name))[0]["weight"] == 8 and little.honest == {1.0}
+    run({"rule": "median"}, paths("much"), rounds=1, faults=Claims(20.0))
+    assert events(paths("much"))[0]["failures"] == {"node-1": "bad_update (the weight is not in (0, 1.0])"}
 
 
 @pytest.mark.parametrize("aggregation", SINGLE[:4], ids=str)
