@@ -106,7 +106,7 @@ class PlainCollector:
         lengths = {group: length for group, (length, _) in shapes.items()}
         combining = combiner(self.config.aggregation, lengths, max(1, len(requests)))
         # A node that lies may not make itself more than one of equals.
-        most = 1.0 if self.algorithm.uniform else self.config.cohort.max_weight
+        most = 1.0 if self.config.uniform else self.config.cohort.max_weight
         gathering = Gathering(requests, shapes, most, combining)
         gathering.run(self.transport, Deadline(self.clock, self.config.cohort.deadline), others, note)
         if len(gathering.replies) < quorum:
