@@ -202,6 +202,7 @@ def test_each_image_has_one_owner_and_the_file_is_read_again(part, pixels):
     np.testing.assert_array_equal(skewed.owners("fashion", part), owner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", sorted(noniid.ALGORITHMS))
 def test_every_algorithm_that_is_compared_trains_and_goes_on_where_it_was(algorithm, pixels, tmp_path):
     local = {"lr": 0.1, "batch_size": 16, "steps": 3}
