@@ -7,22 +7,21 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fedward_common.algorithms.base import DELTA, MODEL, AlgorithmOptions, Cohort, ServerState, moved
-from fedward_common.algorithms.fedavg import LocalSGD, ServerLR, advanced
+from fedward_common.algorithms.base import MODEL
+from fedward_common.algorithms.fedavg import Averaging, AveragingOptions
 from fedward_common.algorithms.hooks import proximal
 from fedward_common.algorithms.node_half import Hook, Local
-from fedward_common.update import Update, Vectors
+from fedward_common.update import Vectors
 
 
-class FedProxOptions(AlgorithmOptions):
+class FedProxOptions(AveragingOptions):
     """`[algorithm] name = "fedprox"`."""
 
     name: Literal["fedprox"] = "fedprox"
     mu: float = Field(default=0.01, ge=0, description="weight μ of the proximal term μ/2 ‖y − w‖²")
-    server_lr: ServerLR = 1.0
 
 
-class FedProx(LocalSGD[FedProxOptions]):
+class FedProx(Averaging[FedProxOptions]):
     """Li et al. 2020 (MLSys), Alg. 2: local steps on f_i(y) + μ/2 ‖y − w‖², w frozen at the round's start.
 
     Partial work counts: with `local.max_seconds` a slow node contributes the steps it did, at its full
@@ -33,7 +32,4 @@ class FedProx(LocalSGD[FedProxOptions]):
 
     def hooks(self, local: Local, message: Vectors) -> Sequence[Hook]:
         return proximal(local, self.options.mu, message[MODEL])
-
-    def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
-        return advanced(server, mean, moved(server.model, mean.groups[DELTA], self.options.server_lr))
 

@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from fedward_common.algorithms.base import (
-    DELTA,
     MODEL,
     STATISTIC,
-    AlgorithmOptions,
-    Cohort,
-    ServerState,
-    SumAlgorithm,
-    moved,
 )
-from fedward_common.algorithms.fedavg import ServerLR, advanced, changes
+from fedward_common.algorithms.fedavg import Averaging, AveragingOptions, changes
 from fedward_common.algorithms.node_half import Hook, Local
 from fedward_common.algorithms.representation import REPRESENTATION, represent
 from fedward_common.errors import TaskError
@@ -40,13 +34,12 @@ _EPS = 1e-8
 """Smallest norm to divide by, as in PyTorch's cosine similarity."""
 
 
-class MoonOptions(AlgorithmOptions):
+class MoonOptions(AveragingOptions):
     """`[algorithm] name = "moon"`."""
 
     name: Literal["moon"] = "moon"
     mu: float = Field(default=1.0, ge=0, description="weight μ of the model-contrastive loss")
     temperature: float = Field(default=0.5, gt=0, description="τ, by which similarities are divided")
-    server_lr: ServerLR = 1.0
 
     def check_privacy(self, unit: str) -> str | None:
         if unit == "site":
@@ -57,7 +50,7 @@ class MoonOptions(AlgorithmOptions):
         )
 
 
-class Moon(SumAlgorithm[MoonOptions]):
+class Moon(Averaging[MoonOptions]):
     """Li, He, Song 2021 (CVPR), "Model-Contrastive Federated Learning", Alg. 1, Eq. 3 and 4.
 
     Local steps on f_i(y) + μ · mean over the batch of −log(e^{s(z, z_glob)/τ} / (e^{s(z, z_glob)/τ} +
@@ -88,9 +81,6 @@ class Moon(SumAlgorithm[MoonOptions]):
         trained = train(local, message, hooks)
         update = Update(changes(trained, message), float(local.examples), trained.metrics)
         return update, _as_previous(trained.vectors)
-
-    def server(self, server: ServerState, mean: Update, cohort: Cohort) -> ServerState:
-        return advanced(server, mean, moved(server.model, mean.groups[DELTA], self.options.server_lr))
 
 
 _KEPT_AS = {PREVIOUS: MODEL, PREVIOUS_STATISTIC: STATISTIC}
